@@ -61,7 +61,7 @@ STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 
 def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
-    """A model of four layers, unless told otherwise, and a recipe with four micro-batches per step."""
+    """A model of four layers by default, and a recipe with four micro-batches per step."""
     if model in PAGE_KINDS:
         register(model)
     base = SMALL | {"vocab_size": VOCABULARY, "context": LENGTH, "layers": layers, "init": {"std": 0.2}}
@@ -76,7 +76,7 @@ def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int =
 
 
 def deep_config(model: str, parallel: dict[str, Any] | None = None) -> RunConfig:
-    """Eight wider layers, beside which everything else is small."""
+    """Eight wider layers, compared with which everything else is small."""
     return run_config(model, parallel, layers=8).override(["model.width=32", "model.ffn.hidden=32"])
 
 

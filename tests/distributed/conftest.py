@@ -1,4 +1,4 @@
-"""The small run of tests/train on several ranks, each a process; what goes wrong on them is in a file they read."""
+"""The small run of tests/train on several ranks, each a process; a file that they read lists their faults."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Ranks:
     started: list[Started] = field(default_factory=list)
 
     def spec(self, *changes: str, **asked: Any) -> Path:
-        """What `train_run.main` reads: changes of the recipe, and what goes wrong."""
+        """The input of `train_run.main`: changes to the recipe, and faults."""
         folder = self.run.parent / "asked"
         folder.mkdir(exist_ok=True)
         (folder / "config.toml").write_text(self.recipe.to_toml())
@@ -53,7 +53,7 @@ class Ranks:
         self.started = start(ranks, TRAIN, self.spec(*changes, **asked), places=places, per_node=per_node)
 
     def wait(self) -> list[str]:
-        """What each rank has printed in the end."""
+        """The whole output of each rank."""
         return [rank.wait() for rank in self.started]
 
     @property

@@ -61,7 +61,7 @@ def start(
 ) -> list[Started]:
     """Run `module.main(*arguments)` on so many ranks, each in its own working folder if `places` are given.
 
-    With `per_node`, they believe to be on nodes of so many ranks each.
+    With `per_node`, they see nodes of so many ranks each.
 
     This process serves their store, as torchrun does for its ranks. It listens on a port that the system chooses, so
     jobs that run at the same time cannot collide.
@@ -82,8 +82,8 @@ def start(
 def launch(ranks: int, module: str, *arguments: Any, again: bool = False) -> None:
     """Run a job to its end; a rank that fails fails the test with what it printed.
 
-    `again`: start once more if a rank dies by a segmentation fault, which was seen once in a thread of gloo's own
-    (`pt_gloo_runloop`), in a process that makes many groups one after the other.
+    `again`: start once more if a rank dies by a segmentation fault. It was seen once in gloo's own thread
+    (`pt_gloo_runloop`), in a process that makes many groups in turn.
     """
     started, until = start(ranks, module, *arguments), time.monotonic() + LIMIT
     try:
@@ -142,7 +142,7 @@ def main(
 ) -> None:
     """The agent: torchrun without its command line. Its ranks are forked from it."""
     if meeting is not None:
-        os.setpgid(0, 0)  # so that a test can kill a node as a whole
+        os.setpgid(0, 0)  # so that a test can kill a whole node
     given = meeting or {"nodes": 1, "endpoint": "localhost:0", "id": str(uuid.uuid4())}
     config = LaunchConfig(
         min_nodes=given["nodes"],
@@ -174,7 +174,7 @@ def _fork(
 
 @cache
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """A process that has imported what ranks need. It skips what it does not find: it is told where the tests are."""
+    """A process that has imported what ranks need. It skips missing modules, and gets the path of the tests."""
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:

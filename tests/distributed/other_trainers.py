@@ -1,4 +1,4 @@
-"""A rank of other people's trainers: an export, and a plain GPT with our modules, under DDP and FSDP2."""
+"""A rank of third-party trainers: an export, and a plain GPT with our modules, under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, RATE = 3, 0.1
 
 
 class Case(NamedTuple):
-    """A model, its loss as users of it write it, and the parts that FSDP2 gathers one after the other."""
+    """A model, its loss as users of it write it, and the parts that FSDP2 gathers in turn."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Tensor], Tensor]
@@ -78,7 +78,7 @@ def main(export: Path | None, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for turn in range(2):  # one after the other: transformers copies the code of the folder
+    for turn in range(2):  # in turn: transformers copies the code of the folder
         if turn == rank:
             opened = dict(cases(export))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""A run as single files: what the run holds besides its last checkpoint comes along."""
+"""A run as single files: the conversion also keeps everything besides the last checkpoint."""
 
 import json
 import shutil

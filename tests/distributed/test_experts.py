@@ -1,4 +1,4 @@
-"""Experts divided among ranks, on a mesh of one rank: what a rank computes and what it holds for the backward pass."""
+"""Experts divided among ranks, on a mesh of one rank: outputs, gradients, and memory kept for the backward pass."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def passed(module: torch.nn.Module, x: Tensor, ends: Tensor) -> list[Tensor]:
 def test_divided_experts_compute_the_same_as_whole_experts(
     mesh: Any, activation: str, ends: list[int], again: bool
 ) -> None:
-    """Also if no token visits an expert of this rank."""
+    """Holds even if no token visits an expert of this rank."""
     whole = experts(activation)
     x = torch.randn(ends[-1], WIDTH, dtype=torch.float64)
     expected = passed(whole, x, torch.tensor(ends, dtype=torch.int32))

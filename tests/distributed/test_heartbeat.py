@@ -33,7 +33,7 @@ class Ended(Exception):
 
 
 class Job:
-    """Ranks whose heartbeat threads sleep: `second` lets each living rank beat once, in order."""
+    """Ranks with sleeping heartbeat threads: `second` lets each living rank beat once, in order."""
 
     def __init__(self, ranks: int, per_node: int) -> None:
         self.store, self.now = CountingStore(), 100.0
@@ -140,7 +140,7 @@ def test_requests_of_running_threads_grow_linearly_with_ranks(monkeypatch: pytes
 
 @pytest.mark.parametrize(("silent", "nodes"), [(0, 3), (2, 3), (4, 2)])
 def test_a_silent_rank_is_named_once_per_node(job: Any, silent: int, nodes: int, capsys: Any) -> None:
-    """Rank 0 too; rank 4 is alone on its node. The others end when their training threads had the time to notice."""
+    """Also rank 0; rank 4 is alone on its node. The others end once their training threads had time to notice."""
     simulated = job(5, per_node=2)
     simulated.alive[silent].done = 7
     simulated.kill(silent)
@@ -154,7 +154,7 @@ def test_a_silent_rank_is_named_once_per_node(job: Any, silent: int, nodes: int,
 
 @pytest.mark.parametrize("dead", [{2, 3}, {0, 1}, {4, 0}, {1, 3}, {0, 1, 2, 3}])
 def test_one_of_several_ranks_that_die_together_is_named(job: Any, dead: set[int], capsys: Any) -> None:
-    """The rank before a dead one in the ring may be dead too; before the first of them there is one that lives."""
+    """The rank before a dead one in the ring may be dead too; the rank before the first dead one is alive."""
     simulated = job(5)
     simulated.kill(*dead)
     assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED_BEATS + 4
@@ -174,7 +174,7 @@ def test_a_dead_rank_is_reported_with_its_last_known_step(job: Any) -> None:
 
 
 def test_the_first_dead_rank_is_named_not_its_victims(job: Any) -> None:
-    """A collective may fail late on a rank: when the one that waited with it has ended."""
+    """A collective may fail late on a rank: only when the rank that waited with it has ended."""
     simulated = job(4)
     simulated.kill(3)
     for rank in (0, 1, 2):

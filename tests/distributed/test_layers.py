@@ -26,7 +26,7 @@ def compiled(function: Any) -> Any:
 
 
 def test_similar_layers_do_not_recompile_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has code of its own, and none counts as a recompilation of another."""
+    """Each has its own code, and none counts as a recompilation of another."""
     monkeypatch.setattr(units, "compile_rewritten", compiled)
     factors = [torch.nn.Linear(1, 1, bias=i == 0) for i in range(3)]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):

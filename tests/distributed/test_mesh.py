@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job meet, the parts they build their share from, and which are called slow."""
+"""The store in which the ranks of a job meet, the parts they build their share from, and reports of slow ranks."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ LIMIT = timedelta(seconds=60)
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """What `job_store` returns to rank 0 of a job without torchrun; it listens on a port that was free a moment ago."""
+    """The store of rank 0 in a job without torchrun; it listens on a port that was free a moment ago."""
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -57,7 +57,7 @@ def test_stores_of_different_names_are_separate(served: dist.Store, monkeypatch:
 
 @pytest.mark.parametrize("counts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)
 def test_restarts_ignore_what_earlier_starts_left_in_the_store(counts: tuple[int, int]) -> None:
-    """torchrun counts restarts on each node apart: (0, 1) after one, (0, 0) when a new node has joined."""
+    """torchrun counts the restarts of each node separately: (0, 1) after one, (0, 0) when a new node has joined."""
     store = dist.HashStore()
     first = starting(store, (0, 0))
     assert first[0] == first[1] and not first[0].again

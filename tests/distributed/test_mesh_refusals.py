@@ -85,7 +85,7 @@ def test_a_mesh_of_another_size_than_the_job_is_refused(monkeypatch: pytest.Monk
     ],
 )
 def test_only_one_of_many_ranks_reports_a_mistake(changes: list[str], sentence: str, tmp_path: Path) -> None:
-    """Also if rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
+    """Holds even if rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
     run = ["train", "tiny", "train.accumulate=4", *changes, "--out", str(tmp_path / "run")]
     agent = torchrun(3, "tests.distributed.command", *run)
     assert agent.process.exitcode != 0
@@ -98,7 +98,7 @@ def test_only_one_of_many_ranks_reports_a_mistake(changes: list[str], sentence: 
 
 @pytest.mark.nightly
 def test_the_documented_torchrun_command_reports_a_mistake_once(tmp_path: Path) -> None:
-    """`torchrun … --no-python residua`, all of whose processes import everything anew."""
+    """`torchrun … --no-python residua`, all of whose processes import everything again."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     residua = str(Path(sys.executable).with_name("residua"))
     command += ["--no-python", residua, "train", "tiny", "train.accumulate=4", "parallel.shard=4"]
@@ -110,7 +110,7 @@ def test_the_documented_torchrun_command_reports_a_mistake_once(tmp_path: Path) 
 
 
 def test_a_rank_that_is_not_ended_reports_its_own_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a rank without a GPU of its own, while rank 0 waits for it."""
+    """For example a rank without its own GPU, while rank 0 waits for it."""
     monkeypatch.setattr(command, "GRACE_SECONDS", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):

@@ -56,10 +56,10 @@ def test_checkpoint_split_over_two_disks_is_not_published(ranks: Ranks, tmp_path
     assert ranks.saved() == [2]
 
 
-@pytest.mark.nightly  # by day torchrun starts a job of one node again, in test_runs.py
+@pytest.mark.nightly  # in `make test`, test_runs.py has torchrun restart a job of one node
 @pytest.mark.parametrize("by", ["node", "SIGKILL"])
 def test_run_on_two_nodes_survives_the_death_of_one(ranks: Ranks, tmp_path: Path, by: str) -> None:
-    """A rank is killed, or its node with the agent of torchrun: then another takes its place. The run goes on."""
+    """A rank is killed, or its node with the agent of torchrun: another takes its place, and the run continues."""
     train(ranks.recipe, tmp_path / "alone")
     asked = ranks.spec("parallel.shard=2", dies={"rank": 1, "after": 5, "by": by}, beat=0.25)
     one, other = places(tmp_path)
@@ -107,7 +107,7 @@ def test_run_traces_chosen_steps_and_names_a_slow_rank(ranks: Ranks) -> None:
 
 @pytest.mark.nightly
 def test_pipeline_of_unequal_stages_names_no_slow_rank(ranks: Ranks) -> None:
-    """And its summary counts the whole model."""
+    """Its summary also counts the whole model."""
     ranks.start(2, "parallel.pipeline=2", "train.steps=3", SHORT, slow=[1, 0.3])
     said = ranks.wait()
     assert ranks.codes == [0, 0], said
@@ -119,7 +119,7 @@ def test_pipeline_of_unequal_stages_names_no_slow_rank(ranks: Ranks) -> None:
 
 
 def test_step_that_hangs_is_reported_with_the_last_collectives(ranks: Ranks) -> None:
-    """All ranks are alive, and one does not compute. What each sent last shows which."""
+    """All ranks are alive, and one does not compute. The last collective of each rank shows which."""
     dies = {"rank": 1, "after": 3, "by": "hang", "patience": 1}
     ranks.start(2, "parallel.data=2", dies=dies, beat=0.25)
     leader, other = ranks.started

@@ -23,7 +23,7 @@ ROW = {"topology": "multi_gate", "anchors": "exoformer dynamic", "norm": "gatedn
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, dict[str, Tensor]], Path]:
-    """What one process makes of each case, and the folder with the weights of two."""
+    """The result of each case on one process, and the folder with the weights of two."""
     home, export = tmp_path_factory.mktemp("trainers"), None
     if request.param == "export":
         pytest.importorskip("transformers")

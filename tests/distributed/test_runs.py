@@ -119,7 +119,7 @@ def test_training_continues_while_a_checkpoint_is_written(ranks: Ranks, gate: Pa
 
 
 def test_death_during_a_save_keeps_the_previous_checkpoint(ranks: Ranks, gate: Path, recipe, unbroken) -> None:
-    """The survivor waits for the save, which fails: not for its disk, but for the rank that it names."""
+    """The survivor waits for the save, which fails because of the rank that it names, not because of its disk."""
     run, (survivor, dead) = ranks.run, ranks.started
     while not any(record["step"] == 6 for record in ranks.records("validation")):
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""How a model is dealt out to stages, and a head that several stages share."""
+"""How a model is divided into stages, and a head that several stages share."""
 
 from functools import cache
 from itertools import combinations, pairwise
@@ -50,7 +50,7 @@ def test_stages_of_large_sublayers_are_as_even_as_possible(preset: str, stages) 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stages", [4, 8, 16])
 def test_measured_stages_take_at_most_10_percent_over_the_mean(stages: int) -> None:
-    """In CPU seconds, which depend little on what else runs; still, one of three attempts is enough."""
+    """In CPU seconds, which depend little on other load; still, one of three attempts is enough."""
     from tests.distributed.stage_times import timed
 
     ratios: list[float] = []
@@ -104,7 +104,7 @@ def test_stages_can_be_equal_numbers_of_whole_layers() -> None:
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
 @pytest.mark.parametrize("path", ["reference", "kept", "fused"])
 def test_head_pieces_give_the_losses_and_gradients_of_the_whole(bounds, path, monkeypatch) -> None:
-    """In float64; the fused path keeps the softmax, or makes it again three tokens at a time."""
+    """In float64; the fused path keeps the softmax, or recomputes it three tokens at a time."""
     monkeypatch.setattr(launch, "PIECE_BYTES", 2**30 if path == "kept" else 0)
     monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
     monkeypatch.setattr(launch, "TILE", 1)

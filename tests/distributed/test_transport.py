@@ -1,4 +1,4 @@
-"""What is sent between stages, what a rank caches, and for how long."""
+"""Traffic between stages, and the lifetime of tensors that a rank caches."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_naive_transport_traffic_matches_its_formula(ranks: int, each: int) -> N
 
 @pytest.mark.parametrize(("ranks", "each"), GRID)
 def test_cached_transport_sends_each_block_once_to_each_rank(ranks: int, each: int) -> None:
-    """P(P−1)/2·N_p + (V−1)P(P−1)·N_p: the count of the paper, less what a rank made itself."""
+    """P(P−1)/2·N_p + (V−1)P(P−1)·N_p: the count of the paper, less the blocks a rank made itself."""
     routes = plan_routes(blocks_of(ranks, each, 3), ranks, "cached")
     sent = sum(len(route.sends) for route in routes)
     assert sent == (ranks * (ranks - 1) / 2 + (each - 1) * ranks * (ranks - 1)) * 3

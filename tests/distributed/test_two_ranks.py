@@ -8,7 +8,7 @@ import torch
 import residua
 from residua.distributed.pipeline.transport import cached_blocks, naive_blocks
 from tests.distributed.cases import ACCUMULATE, STEPS, deep_config
-from tests.distributed.traces import BLOCK, INTERLEAVED, Cases, Traces, alone, assert_same_training, by_day_and_night
+from tests.distributed.traces import BLOCK, INTERLEAVED, Cases, Traces, alone, assert_same_training, regular_and_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ EXTRA: Cases = {
     "loop": ("loop", {"data": 2}),
     "loop-in-stages": ("injection", INTERLEAVED),
     "reads-inside-a-layer": ("dca", {**INTERLEAVED, "cuts": [1, 4, 7]}),
-    "sharded-rates": ("x0", {"shard": 2}),  # a group of its own for the factor of λ
+    "sharded-rates": ("x0", {"shard": 2}),  # a separate group for the factor of λ
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
@@ -84,7 +84,7 @@ SINGLE: Cases = {
     "compiled-stages": ("full", COMPILED | {"backend": "eager"}),
     "rounded-stages": ("full", {**INTERLEAVED, "precision": "bfloat16"}),
 }
-"""Cases with a test of their own."""
+"""Cases with separate tests."""
 BUILT: Cases = {
     "built-shards": ("moe", {"shard": 2, "built": True}),
     "built-experts": ("moe", {"shard": 2, "experts": 2, "built": True}),
@@ -104,7 +104,7 @@ NORMAL = [
     ("mgr", "interleaved"),  # stage boundaries inside the fill phase and after it
     ("exoformer", "interleaved"),
 ]
-"""What `make test` runs of the grid: one pair per kind of fault. `make nightly` runs the rest."""
+"""The part of the grid in `make test`: one pair per kind of fault. `make nightly` runs the rest."""
 NIGHTLY = [pair for pair in GRID if pair not in NORMAL]
 
 
@@ -112,7 +112,7 @@ def gridded(pairs: list[tuple[str, str]]) -> Cases:
     return {f"{model}-{way}": (model, WAYS[way]) for model, way in pairs}
 
 
-DAY, NIGHT = gridded(NORMAL) | EXTRA, gridded(NIGHTLY) | EXTRA_NIGHTLY
+REGULAR, NIGHTLY_CASES = gridded(NORMAL) | EXTRA, gridded(NIGHTLY) | EXTRA_NIGHTLY
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +121,17 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
         "differentiated-stages": ("full", COMPILED | {"backend": "aot_eager"}),
         "low-precision": ("additive", {"shard": 2, "precision": "fp8_emulated"}),
     }
-    return Traces(2, tmp_path_factory.mktemp("traces"), DAY | SINGLE | BUILT, NIGHT | ahead)
+    return Traces(2, tmp_path_factory.mktemp("traces"), REGULAR | SINGLE | BUILT, NIGHTLY_CASES | ahead)
 
 
-@pytest.mark.parametrize("name", by_day_and_night(DAY, NIGHT))
+@pytest.mark.parametrize("name", regular_and_nightly(REGULAR, NIGHTLY_CASES))
 def test_two_ranks_train_like_one_process(traces: Traces, name: str) -> None:
     traces.assert_as_one(name)
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_rank_builds_its_share_plus_at_most_one_layer(traces: Traces, name: str) -> None:
-    """And the ranks together have the weights of one process, bit for bit."""
+    """The ranks together also have the weights of one process, bit for bit."""
     from tests.distributed.live import size
 
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_compiled_stages_train_like_one_process(traces: Traces) -> None:
 
 @pytest.mark.nightly
 def test_aot_differentiated_stages_train_like_one_process(traces: Traces) -> None:
-    """By day layers are, in another test."""
+    """In `make test`, another test covers layers."""
     assert_same_training(traces["differentiated-stages"], alone("full", '{"layers": 2}'))
     assert traces["differentiated-stages"]["graphs"] == 4
 
@@ -217,7 +217,7 @@ def test_run_reports_its_traffic_and_the_formulas_prediction(traces: Traces) -> 
 
 def test_cache_and_receive_buffers_are_freed(traces: Traces) -> None:
     """After two steps and a validation."""
-    left = {name: int(traces[name]["kept"]) for name in DAY | SINGLE if "kept" in traces[name]}
+    left = {name: int(traces[name]["kept"]) for name in REGULAR | SINGLE if "kept" in traces[name]}
     assert len(left) > 12
     assert left == dict.fromkeys(left, 0)
 

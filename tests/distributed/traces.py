@@ -40,7 +40,7 @@ def assert_same_training(ranks: dict[str, Tensor], alone: dict[str, Tensor], wei
 
 
 class Traces(dict[str, Trace]):
-    """What the ranks saw in each case; the cases of a group are trained together when one of them is asked for."""
+    """The records of the ranks in each case; requesting one case trains all cases of its group."""
 
     def __init__(self, ranks: int, folder: Path, *groups: Cases) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Traces(dict[str, Trace]):
         return self[name]
 
     def assert_as_one(self, name: str) -> None:
-        """The ranks trained as one process does, and hold nothing that is sent any more."""
+        """The ranks trained like one process, and no longer hold received tensors."""
         model, asked = next(group[name] for group in self.groups if name in group)
         recipe = {key: asked[key] for key in ALONE if key in asked}
         # crowded routers start at zero, so their weights are updates of Muon and nothing else
@@ -81,6 +81,6 @@ def alone(model: str, recipe: str = "{}") -> Trace:
     return single(model, **json.loads(recipe))
 
 
-def by_day_and_night(day: Iterable[str], night: Iterable[str]) -> list[Any]:
-    """Names of cases; `make test` runs those by day."""
-    return [*day, *(pytest.param(name, marks=pytest.mark.nightly) for name in night)]
+def regular_and_nightly(regular: Iterable[str], nightly: Iterable[str]) -> list[Any]:
+    """Names of cases; `make test` runs only the regular ones."""
+    return [*regular, *(pytest.param(name, marks=pytest.mark.nightly) for name in nightly)]

@@ -38,7 +38,7 @@ def hold_save(name: str, gate: str) -> None:
 
 
 def fill_disk(name: str, rank: int) -> None:
-    """On `rank`, let the disk be full for the file, or the part of a checkpoint, whose path has `name` in it."""
+    """On `rank`, let the disk be full for files, or parts of a checkpoint, with `name` in their path."""
     if os.environ["RANK"] != str(rank):
         return
     write, append = HuggingFaceStorageWriter.write_data, AppendedFile.write

@@ -142,7 +142,7 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def gathered(seen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On rank 0, what all ranks saw; of the same name, what the first saw."""
+    """The records of all ranks, on rank 0; under the same name, those of the first."""
     ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(seen, ranks)
     return {key: value for rank in reversed(ranks or []) for key, value in rank.items()}

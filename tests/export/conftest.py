@@ -1,4 +1,4 @@
-"""What several tests of this folder share."""
+"""Fixtures that several tests of this folder share."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def copied_code() -> None:
 
 @pytest.fixture(scope="session")
 def run_without_residua(tmp_path_factory) -> Callable[..., Any]:
-    """Runs a script where all that is installed here is found, but not Residua and what it alone needs.
+    """Run a script with all packages installed here except Residua and packages that only Residua needs.
 
     Returns the last line that it prints, which is JSON.
     """

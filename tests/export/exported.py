@@ -1,4 +1,4 @@
-"""Exports for tests: small models over the byte tokenizer, and what transformers makes of them."""
+"""Exports for tests: small models with the byte tokenizer, also opened by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def write(model: Decoder, folder: Path) -> Path:
 
 
 def in_transformers(folder: Path, **settings: Any) -> nn.Module:
-    """The folder as transformers opens it, by the folder's own code unless told otherwise."""
+    """The folder as transformers opens it, by the folder's own code by default."""
     from transformers import AutoModelForCausalLM
 
     given = {"trust_remote_code": True, "implementation": "file"} | settings

@@ -43,7 +43,7 @@ for name in ("residua", "pydantic", "typer", "tomli_w"):
     sys.exit(f"{name} is installed here")
 for name in ("torchao", "scipy", "sklearn"):  # transformers would import them, for a second
     sys.modules[name] = None
-sys.path.insert(0, "clones")  # beside a clone Python imports its folder, here clones/residua, as an empty module
+sys.path.insert(0, "clones")  # next to a clone, Python imports its folder, here clones/residua, as an empty module
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,7 +77,7 @@ def test_export_generates_the_same_text_without_residua(run_without_residua, tmp
 
 @torch.no_grad()
 def continued(model: residua.Decoder, prompt: str, count: int = 8) -> str:
-    """The likeliest text after a prompt, computed by Residua, each token anew."""
+    """The greedy continuation of a prompt, computed by Residua without a cache."""
     tokenizer = Tokenizer.bytes()
     tokens = torch.tensor([tokenizer.encode(prompt)])
     start = tokens.shape[1]
@@ -89,5 +89,5 @@ def continued(model: residua.Decoder, prompt: str, count: int = 8) -> str:
 
 
 def test_residua_is_importable_here():
-    """The other test would say nothing if Residua could not be imported anywhere."""
+    """Without this, the other test would pass even if Residua could not be imported anywhere."""
     assert find_spec("residua") is not None and sys.executable

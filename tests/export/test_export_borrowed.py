@@ -1,4 +1,4 @@
-"""Parts that imported models have go into an export with their own code: windows, biases, positions, norms, experts."""
+"""Parts of imported models are exported with their own code: windows, biases, positions, norms, experts."""
 
 from pathlib import Path
 

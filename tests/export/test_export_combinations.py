@@ -32,7 +32,7 @@ NEW = 6
 
 
 def greedy(model: Decoder, tokens: Tensor) -> Tensor:
-    """The likeliest continuation that does not end, every token computed anew and without a cache."""
+    """The greedy continuation without an end of text, computed without a cache."""
     for _ in range(NEW):
         tokens = torch.cat([tokens, model(tokens)[:, -1:, : VOCABULARY - 1].argmax(-1)], 1)
     return tokens

@@ -1,4 +1,4 @@
-"""`residua export` at the command line, and what the other verbs make of its folder."""
+"""`residua export` at the command line, and other verbs on its folder."""
 
 import re
 import shutil

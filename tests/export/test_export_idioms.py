@@ -1,4 +1,4 @@
-"""A topology or a norm of one's own is exported, in whichever ordinary Python it is written."""
+"""A plugin topology or norm is exported, in whichever ordinary Python it is written."""
 
 import sys
 from importlib import import_module, invalidate_caches
@@ -31,7 +31,7 @@ class Scaled(Topology):
         return x, (x,)
 '''
 
-# Each is the source of a topology whose class is called Mine; `base.py` above lies beside it.
+# Each is the source of a topology whose class is called Mine; `base.py` above is in the same folder.
 IDIOMS = {
     "functional as F": """
 import torch
@@ -264,7 +264,7 @@ def test_the_documented_topology_and_norm_are_exported(own: Path, tmp_path: Path
     folder = tmp_path / "exported"
     assert write_folder(model, Tokenizer.bytes(), folder) == 0
     assert {"channel_gain.py", "l1_norm.py"} <= {path.name for path in folder.iterdir()}
-    assert "SPDX" not in (folder / "l1_norm.py").read_text()  # a person's own file has a licence of its own
+    assert "SPDX" not in (folder / "l1_norm.py").read_text()  # a user's own file has its own licence
     tokens = torch.randint(VOCABULARY, (2, 9))
     for implementation in ("file", "library"):
         exported = in_transformers(folder, implementation=implementation)

@@ -90,7 +90,7 @@ class Engine:
                 self.replace(child)
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, cache: Any) -> Any:
-        """Tokens of one request follow those before; what comes back has a row per token, as engines have it."""
+        """Tokens of one request follow earlier ones; the result has a row per token, as in engines."""
         if module.layer_idx in cache:
             k, v = (torch.cat([old, new], 2) for old, new in zip(cache[module.layer_idx], (k, v), strict=True))
         cache[module.layer_idx] = k, v

@@ -59,7 +59,7 @@ QUICK = next(row for row in COMBINATIONS if row[0] == "mudd")  # several reads, 
 
 
 def exported(row: tuple[str, ...], home: Path) -> Path:
-    """A folder, and beside it what Residua computes."""
+    """A folder, and next to it the results of Residua."""
     torch.manual_seed(5)
     model = trained_like(bytes_config(config_of(dict(zip(FACTORS, row, strict=True)))))
     folder = write(model, home / "_".join(" ".join(row[:3]).split()))

@@ -1,4 +1,4 @@
-"""What people do with a model in transformers works on an exported one."""
+"""Common uses of a model in transformers work on an exported one."""
 
 from pathlib import Path
 

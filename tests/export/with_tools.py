@@ -1,4 +1,4 @@
-"""What the tools around transformers do with an exported folder.
+"""Uses of an exported folder by the tools around transformers.
 
 Nothing here imports Residua. `test_export_tools.py` runs these checks in its own interpreter, and runs this file as a
 script in an environment where Residua is not installed. Beside each folder lies FOLDER.safetensors with `tokens` [B, T]

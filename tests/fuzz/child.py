@@ -1,4 +1,4 @@
-"""Runs a command in a forked process: what it printed, how it ended, and that it did end."""
+"""Runs a command in a forked process: its output, its exit status, and that it ends."""
 
 import os
 import resource
@@ -64,7 +64,7 @@ def in_child(work: Callable[[], Any], folder: Path) -> Done:
             _become(work, folder, output.fileno(), errors.fileno())
         _, status = os.waitpid(process, 0)
         with suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)  # what it started and left behind
+            os.killpg(process, signal.SIGKILL)  # processes that it started and left behind
         for file in (output, errors):
             file.seek(0)
         code = os.waitstatus_to_exitcode(status)

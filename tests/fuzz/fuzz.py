@@ -16,7 +16,7 @@ from tests.fuzz.mutate import mutate
 from tests.fuzz.world import FULL, QUICK, Reader, build
 
 LINES = 6
-"""Lines on standard error, warnings included, that a refusal may take."""
+"""Most lines of a refusal on standard error, including warnings."""
 
 LETTERS = 1500
 
@@ -47,7 +47,7 @@ class Case:
 
 
 class Fuzzer:
-    """Makes the folders in `place`, keeps a whole copy, and damages one file at a time of a fresh copy.
+    """Makes the folders in `place`, keeps an intact copy, and damages one file at a time of a fresh copy.
 
     Every case is in the same place, because folders name each other by paths.
     """

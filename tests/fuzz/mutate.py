@@ -47,7 +47,7 @@ def blank(content: bytes, chance: random.Random) -> bytes:
 
 
 def foreign(content: bytes, chance: random.Random) -> bytes:
-    """Another file altogether."""
+    """A completely different file."""
     return chance.choice(
         (
             b"\x89PNG\r\n\x1a\n" + bytes(64),
@@ -85,7 +85,7 @@ def in_json(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_lines(content: bytes, chance: random.Random) -> bytes:
-    """One line of JSON that is other than it was, twice there, missing, or at another place."""
+    """One line of JSON changed, duplicated, removed or moved."""
     lines = content.split(b"\n")[:-1]
     number = chance.randrange(len(lines))
     match chance.randrange(6):
@@ -114,7 +114,7 @@ def in_toml(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_safetensors(content: bytes, chance: random.Random) -> bytes:
-    """Another header, another length of it, or other numbers."""
+    """Another header, another header length, or other numbers."""
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
     match chance.randrange(5):
@@ -133,7 +133,7 @@ def in_safetensors(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_shard(content: bytes, chance: random.Random) -> bytes:
-    """Another number in the header, its checksum made right again, or other tokens."""
+    """Another number in the header, its checksum corrected, or other tokens."""
     from residua.data.shards import CHECKSUM, FIELDS, HEADER_BYTES
 
     if chance.random() < 0.5:

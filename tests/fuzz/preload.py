@@ -18,7 +18,7 @@ HEAVY = (
     "residua.convert.", "residua.diagnose", "residua.distributed.", "residua.evaluate.harness", "residua.export",
     "residua.quantize", "residua.reproduce", "residua.watch",
 )  # fmt: skip
-"""Modules that the quick cases do without, and what they import: transformers, lm-eval, torch's compiler."""
+"""Modules that the quick cases do not need, and their imports: transformers, lm-eval, torch's compiler."""
 
 
 def preload(*, full: bool) -> None:

@@ -57,9 +57,9 @@ class Reader:
     arguments: Sequence[str]
     files: Sequence[str]
     writes: bool = False
-    """Whether it may have written something before it fails: it trained, or let others train."""
+    """Whether it may write something before it fails: it trains, or starts training."""
     also: Sequence[str] = ()
-    """Words that name the file as well as its own name does."""
+    """Words that identify the file as well as its name."""
 
 
 OF_STUDY = ("set: ", "this study needs", "is not a prepared dataset", "made by residua data prepare")

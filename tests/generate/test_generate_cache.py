@@ -21,7 +21,7 @@ TOLERANCE = 1e-12
 
 
 def random_model(row: Row) -> Decoder:
-    """A model in which nothing is silent: parameters that start at zero are drawn too."""
+    """A model in which every part has an effect: parameters that start at zero are random too."""
     model = residua.build(config_of(row)).double().eval()
     for parameter in model.parameters():
         if not parameter.any():

@@ -80,7 +80,7 @@ def test_prompts_of_a_file_run_in_one_batch(run: Path, tmp_path: Path, generate:
 
 @pytest.mark.parametrize("first", ["how far", "x" * 40])
 def test_conversation_continues_until_an_empty_line(first: str, generate: Generate, monkeypatch) -> None:
-    """Also after a line that is too long, which is refused."""
+    """Continues after a line that is too long, which is refused."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\nis it\n\n"))
     status, out, err = generate("--chat", "--tokens", 4)
     assert (status, out.count("Model:")) == (0, 2)

@@ -127,7 +127,7 @@ def test_generation_ends_at_the_end_of_text_and_at_the_context() -> None:
 
 
 def stream(pieces: list[bytes], stop: list[str]) -> tuple[list[str], TextStream]:
-    """What a stream shows after each piece and at the end; a token is a piece of bytes."""
+    """The output of a stream after each piece and at the end; a token is a piece of bytes."""
     made = TextStream(lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"), stop)
     shown = []
     for i in range(len(pieces)):
@@ -214,7 +214,7 @@ EXPERTS = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_experts_run_in_a_loop_are_not_captured(replaced: bool) -> None:
-    """Nor are experts of another kind: rounded ones compute in fp32, and so one after the other."""
+    """Experts of another kind are not captured either: rounded ones compute in fp32, in turn."""
     built = model(ffn=EXPERTS)
     for mixture in [module for module in built.modules() if replaced and isinstance(module, MoE)]:
         mixture.experts = torch.nn.Identity()

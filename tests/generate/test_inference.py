@@ -1,4 +1,4 @@
-"""A model rewritten for inference computes what the model does: prompts, and decoding one token per row."""
+"""A model rewritten for inference matches the model: prompts, and decoding one token per row."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def decoded(built: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def assert_same(built: Decoder, tolerance: float) -> InferenceDecoder:
-    """Prompts without a cache and with one, whose contents must be the same, too; tokens after them, together and
+    """Prompts without and with a cache, whose contents must be equal too; tokens after them, together and
     alone."""
 
     def same(ours: Tensor, exact: Tensor) -> None:
@@ -311,7 +311,7 @@ WIDE = GENERATING | {"width": 64, "attention": {"kind": "softmax", "heads": 4}}
 
 
 def assert_generates(built: Decoder, engine: str, prompts: list[str], request: Request) -> None:
-    """What plain steps do; the captured step serves the next prompts too."""
+    """The text of plain steps; the captured step is reused for the next prompts."""
     torch.compiler.reset()  # one function is compiled for every case, and there is a limit to that
     built = place(built, torch.device("cuda"), "float32")
     plain, replayed = (Generator(built, Tokenizer.bytes(), engine=kind) for kind in ("eager", engine))

@@ -1,7 +1,7 @@
 """Whole layers in one launch give the logits of the model.
 
-Here each phase is a launch: the interpreter runs one program after the other, and would wait at the first barrier for
-ever.
+Here each phase is a launch: the interpreter runs programs in turn, and would wait forever at the first
+barrier.
 """
 
 from itertools import product
@@ -111,7 +111,7 @@ WITH_GATES: dict[str, dict[str, Any]] = {
 
 
 def gated_model(case: str, topology: str, layers: int, **tables: Any) -> Decoder:
-    """Neither λ nor what makes γ is as it starts."""
+    """Neither λ nor the map of γ has its initial value."""
     built = model(TOPOLOGIES[topology][0], layers=layers, **(WITH_GATES[case] | tables))
     for name, parameter in built.named_parameters():
         if "scale" in name or "gamma" in name:
@@ -121,10 +121,10 @@ def gated_model(case: str, topology: str, layers: int, **tables: Any) -> Decoder
     return built
 
 
-DAY = ["two pathways", "dynamic"]
+REGULAR = ["two pathways", "dynamic"]
 
 
-@pytest.mark.parametrize("case", only_nightly(WITH_GATES, but=DAY))
+@pytest.mark.parametrize("case", only_nightly(WITH_GATES, but=REGULAR))
 def test_phases_gate_and_mix_heads_like_the_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(gated_model(case, "two streams" if "two" in case else "additive", 2), 2, monkeypatch)
 

@@ -1,4 +1,4 @@
-"""What every equation uses, written out."""
+"""Functions that every equation uses, written out."""
 
 from __future__ import annotations
 

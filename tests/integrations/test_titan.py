@@ -1,4 +1,4 @@
-"""torchtitan's ranks train as one process of Residua does: the same losses and gradient norms on every mesh."""
+"""torchtitan's ranks train like one process of Residua: the same losses and gradient norms on every mesh."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ NIGHTLY = [
     for way in WAYS
     if (model, way) not in NORMAL
     and ("experts" in model or way != "divided-experts")
-    and (model, way) != ("hybrid", "tensor-context")  # its two heads do not suffice
+    and (model, way) != ("hybrid", "tensor-context")  # its two heads are not enough
     and (way != "compiled" or model in ("additive", "mgr"))
 ]
 
@@ -96,7 +96,7 @@ def test_torchtitan_trains_like_one_process_nightly(titan: Engine, text: Path, t
 
 
 def test_another_mesh_finishes_the_run_of_a_killed_rank(titan: Engine, text, tmp_path) -> None:
-    """FSDP2 dies in step 3, tensor-parallel ranks go on from the checkpoint of step 2, whose last one becomes a run."""
+    """FSDP2 dies in step 3, tensor-parallel ranks resume from step 2, and their last checkpoint becomes a run."""
     from residua.integrations.torchtitan.convert import convert, dump_checkpoints
 
     run, dump = run_config("grouped", text), tmp_path / "dump"

@@ -1,4 +1,4 @@
-"""What the integration refuses, and what it reads of checkpoints; torchtitan is not needed."""
+"""Refusals of the integration, and how it reads checkpoints; torchtitan is not needed."""
 
 import pickle
 from pathlib import Path

@@ -19,7 +19,7 @@ needs_torchtitan = pytest.mark.skipif(not INSTALLED, reason="torchtitan is not i
 
 
 class Engine:
-    """`torchrun -m torchtitan.train --module residua.integrations.torchtitan`, without starting anew for each run."""
+    """`torchrun -m torchtitan.train --module residua.integrations.torchtitan`, without a new process for each run."""
 
     def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
         self.server, self.folder, self.count = server, folder, 0
@@ -64,7 +64,7 @@ class Engine:
         return [(loss, norm) for _, loss, norm in last]
 
     def said(self, rank: int | None = None) -> str:
-        """What the ranks of the last run printed."""
+        """The output of the ranks of the last run."""
         files = sorted(self.out.glob("said-*")) if rank is None else [self.out / f"said-{rank}"]
         return "\n".join(file.read_text()[-4000:] for file in files)
 
