@@ -1,4 +1,4 @@
-"""The choices that a model is made of, and the rows of a covering array over them."""
+"""The choices in a model's configuration, and the rows of a covering array over them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 
 
 def fits(row: Row) -> bool:
-    """What the configuration refuses: a mixed gate without a gate; anchors, or several reads, on other attention;
+    """Pairs that the configuration refuses: a mixed gate without a gate; anchors, or several reads, on other attention;
     another norm where the topology norms.
     """
     anchors, attention = row.get("anchors", "none"), row.get("attention", "gated")

@@ -85,4 +85,4 @@ SMALL: dict[str, choices.Topology] = {
     "dca recent": choices.DeepCross(recent=1),
     "injection": choices.Injection(prelude=1, loop=1, turns=2),
 }
-"""One of each, for tests of what holds for all."""
+"""One of each, for tests of properties that all share."""

@@ -32,7 +32,7 @@ def register(kind: str) -> None:
 
 
 def forget() -> None:
-    """Let nothing in this process know the page's kinds any more."""
+    """Unregister the page's kinds in this process."""
     modules = {Path(name).stem for name in page_plugins()}
     for root, built in BUILT:
         plugins._ADAPTERS.pop(root, None)

@@ -1,4 +1,4 @@
-"""Every two choices meet in a model that builds, runs, learns and stays finite; by day, those with anchors."""
+"""Every two choices meet in a model that builds, runs, learns and stays finite; in `make test`, those with anchors."""
 
 from __future__ import annotations
 

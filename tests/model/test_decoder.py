@@ -1,4 +1,4 @@
-"""The whole model: its equation, who sees whom, and its losses."""
+"""The whole model: its equation, its masking, and its losses."""
 
 from __future__ import annotations
 

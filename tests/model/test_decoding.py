@@ -1,4 +1,4 @@
-"""Tokens that come one by one, or a few at a time, see what they see in one pass: for each part that keeps a cache."""
+"""Decoding one or a few tokens at a time equals one pass, for each part that keeps a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A topology and a norm of one's own, taken from docs/extend.md as written, go through every verb."""
+"""The plugin topology and norm of docs/extend.md, as written, work with every verb."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """RESIDUA_PLUGINS names the page's files; afterwards nothing knows them any more."""
+    """RESIDUA_PLUGINS names the page's files; afterwards they are unregistered."""
     folder = tmp_path_factory.mktemp("plugins")
     forget()  # what a test of ranks registered
     files = [folder / name for name in page_plugins()]
@@ -92,7 +92,7 @@ def test_every_plugin_parameter_gets_a_gradient(own: Path) -> None:
 
 @pytest.fixture
 def reader(own: Path) -> Decoder:
-    """A model whose topology reads token ids, away from its start."""
+    """A model whose topology reads token ids, with random parameters."""
     return randomise(build_checked(small(topology={"kind": "token_gain", "rows": 7})))
 
 
@@ -185,7 +185,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
             small(topology={"kind": "nowhere"})
         with pytest.raises(ConfigError, match=f"^{PLUGINS} names '{re.escape(str(name))}', .*{reason}"):
             RunConfig(model=small().model_dump() | {"topology": {"kind": "nowhere"}})
-        own = name in (broken, ends)  # its own fault, shown with a traceback
+        own = name in (broken, ends)  # a bug of the plugin, shown with a traceback
         assert residua(monkeypatch, "presets") == (1 if own else 2)
         line, *trace = capsys.readouterr().err.splitlines()
         begin = f"the plugin {name}, line " if own else f"{PLUGINS} names {str(name)!r}, which cannot be imported ("

@@ -44,7 +44,7 @@ def test_first_softmax_layer_writes_anchors_others_mix_them() -> None:
 
 
 def test_first_softmax_layers_values_become_the_anchors() -> None:
-    """With λ1 = 1 and λ2 = 0 a later layer's values are the first softmax layer's, whatever its own are."""
+    """With λ1 = 1 and λ2 = 0 a later layer's values are the first softmax layer's, regardless of its own."""
     model = build(small(layers=4, attention=hybrid(), anchors={"kind": "resformer"}))
     later = mixers(model)[3].mix
     with torch.no_grad():

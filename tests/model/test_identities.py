@@ -1,4 +1,4 @@
-"""What must hold whatever the parameters."""
+"""Identities that hold for any parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_lite_mixing_is_doubly_stochastic(streams: int) -> None:
 
 @pytest.mark.parametrize("config", [choices.ManifoldHyper(streams=4), choices.ManifoldHyperLite(streams=4)], ids=str)
 def test_doubly_stochastic_mixing_keeps_the_mean_of_the_streams(config: choices.Topology) -> None:
-    """With silent sublayers the sum of the streams is n times the embedding all the way."""
+    """With silent sublayers the sum of the streams is n times the embedding at every depth."""
     topology = build_topology(config, 6, 7).double()
     x, y = embedding_and_outputs(6, 7)
     close("exit", drive(topology, x, [torch.zeros_like(o) for o in y])[-1], 4 * x, 1e-12)
@@ -183,7 +183,7 @@ def test_depth_mixing_is_token_local(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SMALL, "boundary_attnres"])
 def test_a_stage_can_end_after_any_sublayer(name: str) -> None:
-    """Two slices of the sublayers, of which the second gets what crosses alone, equal all in one."""
+    """Two slices of the sublayers, of which the second gets only the crossing tensors, equal one slice."""
     topology = random_topology(SMALL.get(name, choices.BoundaryAttnRes(sublayers_per_block=2)), 6, 8)
     x, y = embedding_and_outputs(6, 8)
     edge, whole, states = topology.boundary(), [], [topology.open(x)]

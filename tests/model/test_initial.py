@@ -1,4 +1,4 @@
-"""How models start, as published, whatever way they were made."""
+"""Initial values of models, as published, for every way of building them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unfilled(config: ModelConfig) -> Decoder:
 
 
 def from_meta(config: ModelConfig) -> Decoder:
-    """Built without memory, made real, then initialised: what is left out of the last pass shows."""
+    """Built without memory, materialised as NaN, then initialised: a parameter that is left out stays NaN."""
     model = unfilled(config)
     model.reset_parameters()
     return model
@@ -199,7 +199,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_model_built_on_meta_starts_like_one_built_directly(name: str) -> None:
-    """What does not depend on the seed is equal, what does has the same spread, and nothing is forgotten."""
+    """Constants are equal, random values have the same spread, and no parameter is left out."""
     config = small(**PARTS[name])
     torch.manual_seed(1)
     first = residua.build(config)
@@ -229,7 +229,7 @@ EVERY_PART = PARTS | {
 
 @pytest.mark.parametrize("name", EVERY_PART)
 def test_saved_tensors_are_sufficient_to_restore_a_model(name: str) -> None:
-    """Built without memory and given what another saved, it computes the same."""
+    """Built without memory and loaded with the tensors of another, it computes the same."""
     config = small(**EVERY_PART[name])
     old, new = residua.build(config), unfilled(config)
     new.load_state_dict(old.state_dict())

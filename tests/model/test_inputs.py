@@ -1,4 +1,4 @@
-"""What a forward pass takes: documents, a cache, no tokens at all; and what it says of anything else."""
+"""Inputs of a forward pass: documents, a cache, no tokens at all; and refusals of anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi Linear's two mixers: their equations, documents, caches, and what tools ask of them."""
+"""Kimi Linear's two mixers: their equations, documents, caches, and use by tools."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_latent_cache_holds_only_latent_and_shared_part() -> None:
 
 @pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name not in {*SEVERAL_READS, "injection"}])
 def test_a_kimi_model_combines_with_every_topology(topology: str) -> None:
-    """It learns, packs documents, and decodes what it would compute at once; experts are not looped."""
+    """It learns, packs documents, and decodes like one full pass; experts are not looped."""
     config = small(layers=3, attention=KIMI, ffn=EXPERTS, topology=TOPOLOGIES[topology])
     model = randomise(build(config), 0.05).eval()
     tokens, targets = tokens_and_targets()
@@ -195,7 +195,7 @@ def decoding_gap(model: Decoder, tokens: Tensor, routing_fixed: bool) -> float:
 
 @pytest.mark.nightly
 def test_bfloat16_decoding_differs_by_flipped_experts() -> None:
-    """Rounding moves scores that nearly tie, and another expert answers; with the same experts little is left."""
+    """Rounding flips near ties between experts; with the same experts the difference is small."""
     model = build(RunConfig.find("kimi-linear-mini").override(["model.vocab_size=1024"]).model).eval()
     tokens = torch.randint(1024, (1, 96))
     assert decoding_gap(model, tokens, routing_fixed=False) < 1e-4

@@ -1,4 +1,4 @@
-"""What a topology, a norm, a mixer or a feed-forward is, only its own folder asks: tools ask it for facts."""
+"""Only its own folder checks the type of a topology, norm, mixer or feed-forward: tools query its facts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from residua.model.topology import TOPOLOGIES
 
 PACKAGE = Path(__file__).parents[2] / "residua"
 HOME = {"model", "config"}
-"""Folders whose files may tell their own kinds apart."""
+"""Folders whose files may distinguish their own kinds."""
 NOT_AT_HOME = {"config/run.py", "config/variants.py", "model/size.py"}
-"""Files of those folders that serve all kinds alike."""
+"""Files of those folders that serve all kinds equally."""
 
 BUILT: tuple[type, ...] = (
     *TOPOLOGIES.values(), *NORMS.values(), SoftmaxAttention, LatentAttention, GatedDeltaNet, KimiDeltaAttention,
@@ -40,7 +40,7 @@ KINDS = {
     for kind in vars(choices).values()
     if isinstance(kind, type) and issubclass(kind, FAMILIES) and "kind" in kind.model_fields
 } - {PydanticUndefined}
-"""What `kind` says of a topology, a norm, a mixer or a feed-forward."""
+"""The values of `kind` of topologies, norms, mixers and feed-forwards."""
 TOPOLOGY_FILES = {
     f"residua.model.topology.{file.stem}" for file in (PACKAGE / "model" / "topology").glob("*.py")
 } - {"residua.model.topology.__init__", "residua.model.topology.base", "residua.model.topology.facts"}  # fmt: skip
@@ -50,7 +50,7 @@ DESCRIBES_ANOTHER_MODEL = {f"convert/{file.name}" for file in (PACKAGE / "conver
 
 
 def faults(source: str) -> Iterator[str]:
-    """Lines of a file that know which kind something is, instead of asking it for a fact."""
+    """Lines of a file that check which kind something is, instead of querying a fact."""
     nodes = list(ast.walk(ast.parse(source)))
     known = KNOWN | {
         alias.asname

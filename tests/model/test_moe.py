@@ -259,7 +259,7 @@ def test_the_pure_loss_excludes_the_balance_loss() -> None:
 
 @pytest.mark.parametrize(("options", "width"), [({}, 3 * HIDDEN), ({"dense_hidden": 20}, 20)])
 def test_the_first_layers_of_a_mixture_can_be_dense(options: dict[str, int], width: int) -> None:
-    """By default as wide as what a token visits elsewhere: two experts and a shared one."""
+    """By default as wide as the experts that a token visits elsewhere: two and a shared one."""
     config = small(ffn=BIASED | {"dense_layers": 2} | options)
     model = build(config)
     bodies = [sublayer.body for sublayer in model.sublayers][1::2]

@@ -1,4 +1,4 @@
-"""An order of execution over layers: loops, listed layers, and what counts executions or parameters."""
+"""An order of execution over layers: loops, listed layers, and counts of executions and parameters."""
 
 from __future__ import annotations
 

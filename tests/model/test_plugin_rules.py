@@ -1,5 +1,4 @@
-"""A plugin that breaks a rule of docs/extend.md is refused before it trains, and one that keeps them is left "
-"alone."""
+"""A plugin that breaks a rule of docs/extend.md is refused before it trains; one that follows them is accepted."""
 
 from __future__ import annotations
 

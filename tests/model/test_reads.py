@@ -1,4 +1,4 @@
-"""Queries, keys and values that read inputs of their own: attention, the models around it, and what is refused."""
+"""Queries, keys and values that read separate inputs: attention, the models around it, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sections(sublayer: Sublayer, h: Tensor, context: Context) -> dict[str, Tenso
 @pytest.mark.parametrize("keys", [{}, {"gate": "elementwise"}, {"kv_heads": 1, "gate": "headwise", "bias": "all"}])
 @pytest.mark.parametrize("watched", [False, True])
 def test_each_projection_reads_its_own_input(keys: dict[str, Any], watched: bool) -> None:
-    """As if each input were projected whole, and the section of its way taken."""
+    """As if each input were projected whole, and the section of its way selected."""
     model = randomise(residua.build(small(attention={"kind": "softmax", "heads": 2, **keys})))
     sublayer: Any = model.sublayers[0]
     body: SoftmaxAttention = sublayer.body
@@ -58,7 +58,7 @@ def test_each_projection_reads_its_own_input(keys: dict[str, Any], watched: bool
 
 
 class Given(nn.Module):
-    """A projection whose outcome is known."""
+    """A projection with known outputs."""
 
     def __init__(self, projected: Tensor) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ def test_boundary_attnres_matches_the_article(sublayers: int, per_block: int) ->
 
 
 def test_boundary_attnres_matches_the_articles_example() -> None:
-    """h_boundary = α_x·x + α_B1·B_1 with B_1 = h_3, and block 2 goes on from there (with zero queries α = ½)."""
+    """h_boundary = α_x·x + α_B1·B_1 with B_1 = h_3, and block 2 continues from there (with zero queries α = ½)."""
     topology = build_topology(choices.BoundaryAttnRes(sublayers_per_block=3), 6, 5).double()
     x, y = embedding_and_outputs(6, 5)
     h = drive(topology, x, y)

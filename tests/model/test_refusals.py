@@ -1,4 +1,4 @@
-"""Models that cannot be: each is refused with a sentence that names the keys."""
+"""Impossible models: each is refused in a sentence that names the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrofits: a model that starts as another computes what that one did, as nearly as its parts claim."""
+"""Retrofits: a model that starts from another keeps its function, as closely as its parts claim."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 
 def configured(base: str, changes: dict[str, Any], eps: float = 1e-6) -> ModelConfig:
-    """A base with changes laid over it: attention key by key, norms with the base's eps."""
+    """A base with changes applied to it: attention key by key, norms with the base's eps."""
     tables = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2}, "norm": {"kind": "rmsnorm", "eps": eps}}
     for given in (BASES[base], changes):
         merged = {**tables.get("attention", {}), **given.get("attention", {})}
@@ -111,7 +111,7 @@ def largest_logit(model: Decoder) -> float:
 
 
 def on_bases(names: Iterable[str]) -> list[Any]:
-    """Every name on every base; by day on the plain one and on another, in turns."""
+    """Every name on every base; in `make test` on the plain one and on another in turn."""
     others = cycle(base for base in BASES if base != "plain")
     kept = [(name, base) for name in names for base in ("plain", next(others))]
     return only_nightly(product(names, BASES), kept)
@@ -128,7 +128,7 @@ def test_exact_starts_keep_the_function(case: tuple[str, str]) -> None:
     "case", only_nightly(product(UP_TO_EPS, BASES), zip(UP_TO_EPS, cycle(BASES), strict=False)), ids=", ".join
 )
 def test_multiples_of_the_sum_are_exact_with_its_eps(case: tuple[str, str]) -> None:
-    """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
+    """The norm of each reader cancels the multiple: exactly if its eps is scaled too, else up to its eps."""
     name, base = case
     new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
     assert kept == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
@@ -176,7 +176,7 @@ def test_changed_functions_are_not_claimed_to_be_kept(name: str) -> None:
     ids=str,
 )
 def test_normed_outputs_require_readers_of_the_plain_sum(kind: dict[str, Any], claimed: InitFidelity) -> None:
-    """Only the head of OLMo 2 has a norm in front that takes a multiple out."""
+    """Only the head of OLMo 2 is preceded by a norm that cancels a multiple."""
     old = randomise(residua.build(configured("plain", {"placement": "output"}, eps=1e-3)), 0.3)
     tables = {"placement": "output", "topology": kind, "reader_eps": "sum"}
     new = residua.build(configured("plain", tables, eps=1e-3)).double()
@@ -231,7 +231,7 @@ def test_only_an_additive_model_can_change_its_topology() -> None:
 
 
 def test_new_parameters_learn_from_the_first_steps_on() -> None:
-    """A start at which gradients vanish would keep the function for ever."""
+    """A start at which gradients vanish would keep the function forever."""
     tokens, targets = tokens_and_targets()
     for tables in (UP_TO_EPS["mgr + exoformer + gatednorm"], UP_TO_EPS["mhc"], EXACT["denseformer"]):
         new, _, _ = retrofitted("plain", tables)

@@ -1,6 +1,6 @@
-"""Retrofits by one changed setting: what is claimed of the function is so.
+"""Retrofits by one changed setting: claims about the function are true.
 
-The settings are read from the configuration's classes, so a new one is tried too, both ways: from its usual value to
+The settings are read from the configuration's classes, so a new one is tested too, both ways: from its usual value to
 every other, and back.
 """
 
@@ -70,7 +70,7 @@ SETTINGS: list[Any] = [
     *(("anchors", {"anchors": table(choice), "attention": GATED}) for choice in ANCHORS),
     ("attention", {}),
 ]
-"""Every kind of topology, norm and anchors, and softmax attention, with what it needs around it."""
+"""Every kind of topology, norm and anchors, and softmax attention, with its required settings."""
 MORE: list[Any] = [
     ("topology", {"topology": table(choices.FullAttnRes, window=1)}, "window"),
     ("anchors", {"anchors": table(choices.NuResFormer, **DYNAMIC), "attention": GATED}, "mixing"),
@@ -79,7 +79,7 @@ MORE: list[Any] = [
     ("attention", {"attention": GATED}, "gate"),
     ("attention", {"attention": SOFTMAX | {"qk_norm": "dyt"}}, "qk_eps"),
 ]
-"""Settings that other ones give another meaning."""
+"""Settings whose meaning depends on other settings."""
 REFUSED = {
     *(f"{kind}_attnres.key_norm" for kind in ("full", "block", "boundary", "delta")),
     "boundary_attnres.sublayers_per_block",
@@ -113,7 +113,7 @@ REFUSED = {
     "value_embeddings.gate_channels",
     *(f"{kind}.{key}" for kind in ("cla", "kv_source") for key in ("kind", "shared", "group", "layer")),
 }
-"""What the weights of some other value do not fit."""
+"""Settings for which the weights of another value do not fit."""
 
 
 def values(annotation: Any, now: Any) -> Iterator[Any]:
@@ -190,7 +190,7 @@ def one_setting_changed(
 
 
 def kind_changed(name: str) -> Iterator[tuple[str, ModelConfig, ModelConfig]]:
-    """Models of different kinds, of topologies only from and to the sum: others are refused alike."""
+    """Models of different kinds; of topologies only from and to the sum, since others are refused equally."""
     tables = [keys for table, keys in SETTINGS if table == name]
     for before, after in permutations(tables, 2):
         kinds = [keys[name]["kind"] for keys in (before, after)]

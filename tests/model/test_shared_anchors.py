@@ -1,4 +1,4 @@
-"""Layers that mix the same anchors compute the anchors' gradient together: the same numbers, and where it is done."""
+"""Layers that mix the same anchors compute the anchors' gradient together: equal numbers, and the conditions for it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_hook_on_a_sublayer_changes_no_gradient() -> None:
 
 @pytest.mark.parametrize("change", ["wrapped", "replaced", "another class"])
 def test_layers_that_might_skip_their_handle_do_not_share(change: str) -> None:
-    """Handles are taken in turn: one that is left would be the next layer's."""
+    """Handles are taken in turn: an unused one would go to the next layer."""
     model = built(MODELS["exoformer"] | {"layers": 3}).float()
     assert model._sharing() is not None
     sublayer = model.sublayers[2]

@@ -1,4 +1,4 @@
-"""What keeps the model small: few members of a topology, a short forward pass, no path chosen by a misspelt name."""
+"""Limits that keep the model small: few members of a topology, a short forward pass, no path chosen by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PROBED = {
     "shared_memory_per_block_optin",  # of some devices
     "grouped_mm",  # of newer versions of torch
 }
-"""What may be missing without a mistake: the only names that are asked for with a default."""
+"""Names that may be missing without a mistake, and so are read with a default."""
 
 
 def probes(source: str) -> Iterator[str]:
-    """What a file asks for by `getattr` with a default."""
+    """The names that a file reads by `getattr` with a default."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Name("getattr"), args=[_, name, _]):

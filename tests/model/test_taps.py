@@ -1,4 +1,4 @@
-"""What can be looked at, by its published name."""
+"""Taps: tensors recorded by their published names."""
 
 from __future__ import annotations
 

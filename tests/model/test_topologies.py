@@ -151,7 +151,7 @@ FULL: list[dict[str, Any]] = [
 BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5)]
 """Whole and unfinished last blocks, one block, blocks of one."""
 DEEP_BLOCKS = choices.BlockAttnRes(sublayers_per_block=2), 64, 7, attention_residuals
-"""33 sources, which full Attention Residuals have by day."""
+"""33 sources, which full Attention Residuals have in `make test`."""
 DELTA = [(2, 1), (6, 1), (8, 3)]
 ABLATED: list[dict[str, Any]] = [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}]
 GATES = [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)]
@@ -225,7 +225,7 @@ def test_every_topology_matches_its_equation(
     topology = random_topology(config, sublayers, width)
     x, y = embedding_and_outputs(sublayers, width, length=2 if sublayers < 30 else 1)
     leaves = leaves_of(topology, **named(x, y))
-    # the first mixes equal copies, and what the last one mixes is added up
+    # the first mixes equal copies, and the results of the last are summed
     silent = [f"junctions.{k}.mix" for k in (0, sublayers - 1) if config.model_dump().get("mix") == "cyclic"]
     agree(drive(topology, x, y), each_token(equation_of(topology), x, y), leaves, silent=silent)
 
@@ -300,7 +300,7 @@ def test_a_finished_model_of_32_blocks_keeps_33_sources() -> None:
 
 
 def test_a_topology_without_a_stated_cost_is_measured() -> None:
-    """By default a topology is run on tensors without memory; the counts are those that were made by hand."""
+    """By default a topology is run on tensors without memory; the counts match counts by hand."""
     streams, highway = (
         build_topology(c, 6, 32) for c in (choices.HyperConnections(weights="static"), choices.Highway())
     )

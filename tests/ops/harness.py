@@ -1,4 +1,4 @@
-"""What the tests of fused operators share: where they run, outputs with every gradient, and one measure of errors."""
+"""Shared by tests of fused operators: marks for devices, outputs with every gradient, and one measure of errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -360,7 +360,7 @@ def decode_layers(
 
 @torch.no_grad()
 def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, length: int = 40) -> None:
-    """Heads that go on to attention, and heads that also enter a cache."""
+    """Heads that are passed to attention, and heads that also enter a cache."""
     projected = torch.zeros(2, length, (heads + 2 * kv_heads) * width, dtype=dtype)
     keys, values = (torch.zeros(2, length + 3, kv_heads, width, dtype=dtype)[:, :length] for _ in range(2))
     table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
@@ -403,7 +403,7 @@ def case(operator: Callable[..., None], *arguments: Any) -> Case:
 
 
 def small_cases() -> Iterator[Case]:
-    """What operators declare, then every other kernel, switch and dtype, but not every combination of them."""
+    """The cases that operators declare, then every other kernel, switch and dtype, but not every combination."""
     for name, operator, example in example_cases(torch.device("cpu"), BF16):
         if example.is_fused(operator):
             yield name, partial(example.results, operator)
@@ -463,7 +463,7 @@ def small_cases() -> Iterator[Case]:
 
 
 def wide_cases() -> Iterator[Case]:
-    """Everything that launchers can choose and that makes another kernel."""
+    """Every choice of launchers that leads to another kernel."""
     widths, dtypes, switch = (33, 768, 1000, 1280, 4096), (BF16, FP32), (False, True)
     for dtype, width in product(dtypes, widths):
         yield case(add_norm, dtype, width)

@@ -24,7 +24,7 @@ UNREGISTERED = (
 """Operators that no compiler sees, or that are opaque only inside one."""
 SLOW = ("squared_relu_ffn", "symmetric_product")  # they fuse large products only
 # sorted rows have the shapes of routed ones
-DAY = [name for name in EXAMPLES if not name.startswith((*SLOW, "expert_ffn, routed"))]
+REGULAR = [name for name in EXAMPLES if not name.startswith((*SLOW, "expert_ffn, routed"))]
 
 
 def test_every_operator_is_declared_once_and_has_a_case() -> None:
@@ -43,7 +43,7 @@ def test_every_operator_belongs_to_a_folder_with_cases() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """Calls each of our operators on fake tensors, too, and compares what comes back."""
+    """Also calls each of our operators on fake tensors, and compares the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def layout(x: Tensor) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only_nightly([name for name in EXAMPLES if name not in SLOW], but=DAY))
+@pytest.mark.parametrize("name", only_nightly([name for name in EXAMPLES if name not in SLOW], but=REGULAR))
 def test_tracing_knows_the_shapes_of_all_results(name: str) -> None:
     operator, case = EXAMPLES[name]
     with ops.backend("triton"):

@@ -25,7 +25,7 @@ def inputs(
     length: int, key_heads: int = 1, heads: int = 2, widths: tuple[int, int] = (16, 32), batch: int = 2,
     rule: Rule = autograd.gated_delta,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The rule's arguments in float64: unit keys that are often alike, decays from none to strong, a state."""
+    """The rule's arguments in float64: unit keys that are often equal, decays from none to strong, a state."""
     lead, channels = (batch, length), () if rule is autograd.gated_delta else widths[:1]
     common = torch.randn(batch, 1, key_heads, widths[0])
     made = {
@@ -50,7 +50,7 @@ def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rule as printed, one token, row and head after the other."""
+    """The rule as printed, one token, row and head at a time."""
     batch, length, heads, width = v.shape
     group = heads // k.shape[2]
     outputs, last = [], []
@@ -84,7 +84,7 @@ def rule_follows(
     rule: Rule, arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype,
     most: float,
 ) -> None:  # fmt: skip
-    """The kernels follow the recurrence."""
+    """The kernels match the recurrence."""
     low = [x.to(device, dtype if name in "qkv" else torch.float32) for name, x in arguments.items()]
 
     def fused(*x: Tensor) -> Sequence[Tensor]:

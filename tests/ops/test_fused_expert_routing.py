@@ -111,7 +111,7 @@ def test_ties_go_to_the_first_experts() -> None:
 
 @interpreter
 def test_nan_scores_still_give_every_slot_a_place() -> None:
-    """Kernels that follow the order must not read outside of it, however broken the logits are."""
+    """Kernels that use the order must not read outside of it, even with NaN logits."""
     made = inputs(40, 6, 8)
     made["x"][3], made["x"][7, 0], made["x"][9] = float("nan"), float("inf"), float("-inf")
     with ops.backend("triton"):

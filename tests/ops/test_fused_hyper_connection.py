@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def drawn(norm: str, n: int, width: int, *lead: int, per_token: bool = True, device: str = "cpu") -> dict[str, Tensor]:
-    """Weights well away from where they start."""
+    """Weights well away from their initial values."""
     draw = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -37,7 +37,7 @@ def results(choice: str, inputs: dict[str, Tensor], norm: str, dtype: torch.dtyp
     named = dict(zip(("h", "X'", "z"), made, strict=False))
     named |= {f"g {name}": g for name, g in zip(leaves, grads, strict=True)}
     if "g scale" in named:
-        # one number, a sum over tokens that may cancel: measured with the sums beside it, not by itself
+        # one number, a sum over tokens that may cancel: measured with the sums next to it, not by itself
         named["g bias"] = torch.cat([named["g bias"], named.pop("g scale")[None]])
     return named
 

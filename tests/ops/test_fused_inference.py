@@ -123,7 +123,7 @@ STREAMS = [(2, 24, 0, True), (3, 33, 0, True), (4, 5, 0, False), (8, 40, 0, True
 def test_gated_write_pool_and_norm_match_reference(
     device: str, streams: int, width: int, past: int, competitive: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """After some writes that were not stored, and without any."""
+    """After some writes that were not stored, and after none."""
     rows = 5
     stored = tuple(draw(rows, width, device=device, dtype=dtype) for _ in range(streams))
     updates = tuple(draw(rows, width, device=device, dtype=dtype) for _ in range(past))

@@ -107,7 +107,7 @@ def test_chunks_are_equal_multiples_of_a_tile(tokens, most, expected):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """The forward pass has made the gradients: none of it may be computed again."""
+    """The forward pass has computed the gradients: nothing may be computed again."""
 
     def backward(*args: object) -> None:
         raise AssertionError("computed again")

@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-BY_NIGHT = ("scalar", "queries and keys only", "dynamic")
+NIGHTLY = ("scalar", "queries and keys only", "dynamic")
 """Each is part of a case that stays: a subset, scalars and the dynamic network in one."""
 
 
@@ -190,11 +190,11 @@ def assert_exact(layers, tolerance=2e-6):
 
 SHARED = ["elementwise, all", "values only, gate per head", "dynamic, subset, scalar"]
 KINDS = [(kind, case) for kind in (Layers, SharedLayers) for case in CASES]
-BY_DAY = [(kind, case) for kind, case in KINDS if (case in SHARED if kind is SharedLayers else case not in BY_NIGHT)]
+REGULAR = [(kind, case) for kind, case in KINDS if (case in SHARED if kind is SharedLayers else case not in NIGHTLY)]
 
 
 @interpreter
-@pytest.mark.parametrize("case", only_nightly(KINDS, but=BY_DAY), ids=lambda case: f"{case[0].__name__}, {case[1]}")
+@pytest.mark.parametrize("case", only_nightly(KINDS, but=REGULAR), ids=lambda case: f"{case[0].__name__}, {case[1]}")
 def test_two_layers_equal_the_reference_in_every_gradient(case):
     kind, name = case
     # the gradient of a λ for a whole head or layer is one sum of terms that cancel

@@ -68,7 +68,7 @@ def test_loss_and_every_gradient_equal_the_reference(changes):
 
 @pytest.mark.parametrize("name", only_nightly(["full", "multi_gate"], but=["multi_gate"]))
 def test_recomputed_sublayers_are_bit_identical(name):
-    """`train.recompute = "sublayers"`: what the depth state keeps outside of autograd is not computed twice."""
+    """`train.recompute = "sublayers"`: tensors of the depth state outside of autograd are not computed twice."""
     model, tokens = model_of(MODELS[name]), torch.randint(24, (1, 5))
     reference = loss_and_gradients(model, tokens, "reference")
     kept = loss_and_gradients(model, tokens, "triton")

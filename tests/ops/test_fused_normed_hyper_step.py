@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 
 
 def inputs(norm: str, n: int, width: int, tokens: int, dtype: torch.dtype = FP32, device: str = "cpu") -> Tensors:
-    """What a junction and its norm take, and the gradients of x, X' and z: g_x, g_after and g_z."""
+    """The inputs of a junction and its norm, and the gradients of x, X' and z: g_x, g_after and g_z."""
     given = drawn(norm, n, width, tokens, device=device)
     draw = torch.Generator(device).manual_seed(7)
     numbers = (len(given["phi"]),) if norm == "all" else (n, len(given["phi"]))
@@ -43,7 +43,7 @@ def named(made: list[Tensor], grads: Tensors) -> Tensors:
     """By name; the bias's gradient comes for each token, as the kernels return it, and is summed here."""
     found = dict(zip(("x", "X'", "z"), made, strict=True)) | {f"g {name}": g for name, g in grads.items()}
     found["g bias of each token"] = found.pop("g bias")
-    # one number, a sum over tokens that may cancel: measured with the sums beside it, not by itself
+    # one number, a sum over tokens that may cancel: measured with the sums next to it, not by itself
     found["g bias"] = torch.cat([found["g bias of each token"].sum(0), found.pop("g scale")[None]])
     return found
 

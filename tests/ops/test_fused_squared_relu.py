@@ -156,7 +156,7 @@ def feed_forward() -> tuple[SquaredReluFFN, Tensor]:
 
 
 def seen(body: SquaredReluFFN, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
-    """What the sublayer returns, and how often it called the operator."""
+    """The output of the sublayer, and the number of its operator calls."""
     calls, operator = [], ops.squared_relu_ffn
 
     def counted(*tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The quicker interpreter of `tests/interpreter.py` reduces as Triton's own does."""
+"""The faster interpreter of `tests/interpreter.py` reduces like Triton's own."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Chains that keep no streams: gradients as exact as the inversion, what is kept of β near 1, and which junctions keep
+"""Chains that keep no streams: gradients as exact as the inversion, rows kept for β near 1, and junctions that keep
 theirs."""
 
 import math
@@ -61,7 +61,7 @@ def worst(ours: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "as the fill phase leaves them"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "one per stream"])
 def test_float64_gradients_equal_those_of_kept_streams(apart: bool) -> None:
     chain = drawn(8, bias=3.0)
     kept, found = run(chain, "multi_gate_chain"), run(chain, "multi_gate_inverted", apart)
@@ -177,9 +177,7 @@ def bottom_error(junctions: int, mean: float, share: float = inversion.SHARE, ta
 
 @pytest.mark.slow
 @interpreter
-@pytest.mark.parametrize(
-    "apart", only_nightly([False, True], but=[True]), ids=["one tensor", "as the fill phase leaves them"]
-)
+@pytest.mark.parametrize("apart", only_nightly([False, True], but=[True]), ids=["one tensor", "one per stream"])
 def test_the_kernels_invert_like_the_reference(apart: bool) -> None:
     exact = run(drawn(3, bias=3.0, tokens=5), "multi_gate_inverted")
     with ops.backend("triton"):

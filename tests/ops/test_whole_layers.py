@@ -23,7 +23,7 @@ DOWN, NORM = 4, 5
 
 
 def some_layers(depth: int, device: str, junction: str = "read", width: int = WIDTH, **settings: Any) -> Layers:
-    """Blocks have `size` sublayers. What nothing has written yet is NaN."""
+    """Blocks have `size` sublayers. Unwritten memory is NaN."""
     shape = Shape(width, 1, 1, 8, 8, "relu2", 1e-6, junction, **settings)
     matrices = [torch.zeros(s, device=device) for s in ((24, width), (width, 8), (8, width), (width, 8))]
     keys, table = torch.zeros(ROWS, 16, 1, 8, device=device), torch.zeros(16, 4, device=device)

@@ -1,4 +1,4 @@
-"""FP8 products on the matrix units agree with the simulation; where there are none, that is said."""
+"""FP8 products on the matrix units agree with the simulation; missing support is reported."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class _Divisions(TorchDispatchMode):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_simulation_divides_only_by_tensors(scheme: str) -> None:
-    """What makes it the same on every device, seen where there is no GPU."""
+    """The reason it is the same on every device, checked without a GPU."""
     x, chosen = torch.randn(8, 64), find_scheme(scheme)
     with _Divisions() as seen:
         chosen.activation(x)

@@ -1,4 +1,4 @@
-"""`residua quantize` on trained models: the checkpoint, the report, the options and what is refused."""
+"""`residua quantize` on trained models: the checkpoint, the report, the options and the refusals."""
 
 import json
 import math

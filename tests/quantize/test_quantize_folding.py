@@ -1,4 +1,4 @@
-"""Folding a factor along the model's graph changes nothing, whatever the model is made of."""
+"""Folding a factor along the model's graph changes nothing, for any parts of a model."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def lively(**tables: object) -> Decoder:
 
 @torch.no_grad()
 def stirred(model: Decoder) -> Decoder:
-    """Every parameter random, also those that start at a constant: a factor that went astray must show."""
+    """Every parameter random, also those that start at a constant: so that a misplaced factor is noticed."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.3)
     return model.double()

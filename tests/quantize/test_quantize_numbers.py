@@ -1,4 +1,4 @@
-"""The value grids and scales, bit for bit as the libraries have them that others load our checkpoints with."""
+"""The value grids and scales, bit for bit as in the libraries that load our checkpoints."""
 
 import math
 from itertools import pairwise
@@ -82,7 +82,7 @@ def test_fp8_activations_match_compressed_tensors(name: str) -> None:
         assert torch.equal(round_fp8(x, tile), theirs)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.01], ids=["whole range", "cut off"])
+@pytest.mark.parametrize("share", [1.0, 0.01], ids=["whole range", "clipped"])
 @pytest.mark.parametrize("name", NAMES)
 def test_static_nvfp4_rounding_matches_compressed_tensors(name: str, share: float) -> None:
     library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
@@ -154,7 +154,7 @@ def test_nan_and_infinity_are_refused_in_one_sentence(scheme: str, what: str) ->
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_non_finite_activation_stays_non_finite(scheme: str) -> None:
-    """Inside a model nothing is checked, so what is broken must stay broken in its own token, and there alone."""
+    """Inside a model nothing is checked, so a non-finite value must stay in its own token, and only there."""
     for value in BROKEN.values():
         x = torch.randn(3, 32)
         x[1, 3] = value

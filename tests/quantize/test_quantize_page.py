@@ -1,4 +1,4 @@
-"""The report of a quantization: what it costs, where the error comes from, what helps."""
+"""The report of a quantization: its cost, the source of the error, and remedies."""
 
 import json
 import re

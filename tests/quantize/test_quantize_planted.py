@@ -1,4 +1,4 @@
-"""Outliers planted in a model that computes the same with them: W4A4 breaks, SmoothQuant mends it."""
+"""Outliers planted in a model that computes the same with them: W4A4 breaks, SmoothQuant fixes it."""
 
 from copy import deepcopy
 from typing import Any
@@ -32,7 +32,7 @@ BATCH = Batch(*tokens_and_targets(batch=4, length=8))
 
 
 def model_with(norm: str, outlier: float) -> Decoder:
-    """One channel of every norm `outlier` times larger, what reads it as much smaller."""
+    """One channel of every norm `outlier` times larger, the matrices that read it smaller by the same factor."""
     torch.manual_seed(3)
     model = residua.build(small(width=64, norm=NORMS[norm], ffn={"kind": "swiglu", "hidden": 96}, init={"std": 0.1}))
     with torch.no_grad():

@@ -18,7 +18,7 @@ ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run",
 )  # fmt: skip
-PATIENCE = 600_000  # milliseconds; only what hangs takes longer, also beside other processes
+PATIENCE = 600_000  # milliseconds; only a hanging page takes longer, even while other processes run
 # Elements that stick out of the window and are not inside a box that scrolls by itself.
 _OVERFLOWING = """() => {
   const room = document.documentElement.clientWidth;
@@ -41,14 +41,14 @@ _WIDTHS = """() => [...document.querySelectorAll(".plot .main-svg:first-of-type"
 
 @dataclass
 class Opened:
-    """A page in the browser, and what it complained about or asked for."""
+    """A page in the browser, with its errors and requests."""
 
     page: Any
     problems: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
     def until(self, condition: str) -> None:
-        """Wait until a JavaScript expression holds, however busy the machine is."""
+        """Wait until a JavaScript expression holds, even on a busy machine."""
         while not self.page.evaluate(condition):  # `wait_for_function` is refused by the page's security policy
             self.page.wait_for_timeout(50)
 
@@ -61,7 +61,7 @@ class Opened:
         )
 
     def overflowing(self) -> list[str]:
-        """What sticks out of the window, apart from what scrolls within itself."""
+        """Elements that stick out of the window, apart from those inside scrolling boxes."""
         found: list[str] = self.page.evaluate(_OVERFLOWING)
         return found
 
@@ -76,7 +76,7 @@ class Opened:
         return [(wide, room) for wide, room in self.page.evaluate(boxes) if wide > room]
 
     def violations(self) -> list[str]:
-        """What axe-core finds: rule and element. Skips the test where axe-core is not installed."""
+        """The findings of axe-core: rule and element. Skips the test where axe-core is not installed."""
         path = axe_core()
         self.page.evaluate(f"(() => {{ {path.read_text(encoding='utf-8')} }})()")
         rules = "axe.run({resultTypes: ['violations']})"  # of what is in order one element each is described

@@ -1,4 +1,4 @@
-"""What every page must show in a browser, whatever it is about."""
+"""Checks that every page must pass in a browser."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cards and strips: escaped like everything else, and what is missing differs from what is zero."""
+"""Cards and strips: escaped like everything else, and missing values differ from zeros."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page builder: everything is escaped, plotly.js is there once, nothing asks the network; colours tell apart."""
+"""The page builder: escaped text, one copy of plotly.js, no network, and distinguishable colours."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Names, paths, tokens and messages of strangers are shown as text: on a terminal, in Markdown, on a page."""
+"""Untrusted names, paths, tokens and messages are shown as text: on a terminal, in Markdown, on a page."""
 
 import html
 import io

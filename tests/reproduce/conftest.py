@@ -14,4 +14,4 @@ QUICK = (
     "train.save_every=4",
     "data.validation_tokens=256",
 )
-"""Overrides that leave the depth and the rows of an entry as they are."""
+"""Overrides that do not change the depth and the rows of an entry."""

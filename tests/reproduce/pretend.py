@@ -1,4 +1,4 @@
-"""A study that nobody trained, as `residua compare --results` would have kept it, with the losses of a formula."""
+"""An untrained study, as `residua compare --results` would save it, with losses from a formula."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Claims about accuracies, training losses and outliers, from runs with known numbers; which tasks an entry asks."""
+"""Claims about accuracies, training losses and outliers, from runs with known numbers; the tasks of an entry."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_accuracy_claims_use_the_mean_over_tasks(
     part = scored(runs, 0.35, wanted=("arc", "piqa", "boolq"))
     told = "exoformer_dynamic against base: accuracy not measured"
     assert (verdict(part).direction, verdict(part).found) == ("not shown", told), (
-        "a mean over some of the tasks is none"
+        "a mean over some of the tasks does not count"
     )
 
 

@@ -1,4 +1,4 @@
-"""`residua reproduce` as a person meets it: plans, mistakes, and an entry from start to end."""
+"""`residua reproduce` as users see it: plans, mistakes, and an entry from start to end."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,9 @@ def test_entry_runs_to_the_end_and_resumes(dataset: Dataset, tmp_path: Path, mon
 def test_demo_trains_small_models_separately_without_verdicts(dataset: Dataset, tmp_path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)  # for seconds; `test_timing.py` has it
+    monkeypatch.setattr(
+        TimingMeasurement, "measure", lambda *arguments: None
+    )  # takes seconds; covered by `test_timing.py`
     out = tmp_path / "runs" / "004-table1-demo"  # the entry itself trains into 004-table1
     arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path)]
     quick = (
@@ -119,7 +121,7 @@ def task_files(folder: Path) -> Path:
 
 
 def few_experts(name: str) -> list[str]:
-    """16 experts instead of 128 or 256: a CPU computes one after the other."""
+    """16 experts instead of 128 or 256: a CPU computes them in turn."""
     entry = load(name)
     assert not isinstance(entry, Nothing)
     mixtures = [size for size in entry.sizes if RunConfig.find(size.base).model.ffn.kind == "moe"]

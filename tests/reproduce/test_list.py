@@ -1,4 +1,4 @@
-"""The list of entries covers the five documents, and docs/reproduce.md shows it as it is."""
+"""The list of entries covers the five documents, and docs/reproduce.md shows the current list."""
 
 from fractions import Fraction
 from pathlib import Path

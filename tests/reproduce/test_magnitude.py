@@ -1,4 +1,4 @@
-"""The magnitude of a claim is judged apart from its direction: by our interval, and within a quarter of the effect."""
+"""The magnitude of a claim is judged separately from its direction: by our interval, and within 25% of the effect."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""An entry judged from a study that exists: which variant is which row, and what becomes of the claims."""
+"""An entry judged from an existing study: matching of variants to rows, and verdicts on the claims."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_rows_are_matched_by_their_resolved_configuration() -> None:
 
 @pytest.mark.parametrize("kind", ["ffn", "depth", "none"])
 def test_parameter_matching_does_not_prevent_a_row_match(kind: str) -> None:
-    """The paper takes layers away; the study narrows the feed-forward, takes layers away as well, or does neither."""
+    """The paper removes layers; the study narrows the feed-forward, also removes layers, or does neither."""
     saved = saved_study(
         {"prenorm": 3.0, "combined": 2.9, "exoformer": 2.8, "resformer": 2.95},
         {"combined": ["resformer+gated_attention"], "faster": ["exoformer", "train.optimizer.lr=0.5"]},
