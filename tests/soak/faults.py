@@ -1,4 +1,4 @@
-"""The faults: what happens to the processes, the disk or the data of a run at a random moment."""
+"""The faults: they hit the processes, the disk or the data of a run at a random moment."""
 
 import os
 import random
@@ -19,7 +19,7 @@ CHECKPOINT_BYTES = 120_000
 
 @dataclass
 class Place:
-    """What a fault can reach."""
+    """The targets of a fault."""
 
     job: Job
     disk: "SmallDisk | SmallFiles"
@@ -39,12 +39,12 @@ def kill(place: Place) -> None:
 
 
 def terminate(place: Place) -> None:
-    """As a cluster does, which tells all ranks, or a person who picks one."""
+    """Like a cluster, which signals all ranks, or a person who picks one."""
     place.send(signal.SIGTERM, everyone=place.chance.random() < 0.5)
 
 
 def pause(place: Place) -> None:
-    """A process stands still for a moment, then goes on; the others wait for it."""
+    """A process stops for a moment, then continues; the others wait for it."""
     processes = place.job.processes()
     stopped = place.chance.sample(processes, min(1, len(processes)))
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -55,7 +55,7 @@ def pause(place: Place) -> None:
 
 
 def freeze(place: Place) -> None:
-    """A process stands still and is killed like that."""
+    """A process stops and is killed while stopped."""
     place.send(signal.SIGSTOP, everyone=True)
     time.sleep(place.chance.uniform(0.02, 0.4))
     place.send(signal.SIGKILL)
@@ -67,7 +67,7 @@ def fill_disk(place: Place) -> None:
 
 
 def hide_shard(place: Place) -> None:
-    """A shard disappears; the run has it open and goes on, until it is killed and should be resumed."""
+    """A shard disappears; the run has it open and continues, until it is killed and should be resumed."""
     shard = place.chance.choice(sorted(place.data.glob("*train*")))
     shard.rename(shard.with_name(f"hidden-{shard.name}"))
     place.send(signal.SIGKILL)
@@ -119,7 +119,7 @@ FILLER = "filler"
 
 
 class SmallDisk:
-    """A file system of its own, in memory. It is full for every process until `empty`."""
+    """A separate file system in memory. It is full for every process until `empty`."""
 
     title = f"a file system of {MEGABYTES} MB that is filled up (ENOSPC)"
 

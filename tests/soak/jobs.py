@@ -94,7 +94,7 @@ class Commanded(Job):
             "--redirects", "3", "--log-dir", str(output / "ranks"),
         ]  # fmt: skip
         command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "residua.cli.main", *arguments]
-        # torchrun itself prints a traceback when a rank fails: only what the ranks print is looked at
+        # torchrun itself prints a traceback when a rank fails: only the output of the ranks is checked
         self._main_output = output / ("torchrun" if ranks > 1 else "process.log")
         with self._main_output.open("w") as file:
             self.main = subprocess.Popen(command, stdout=file, stderr=file, env=environment())
@@ -104,7 +104,7 @@ class Commanded(Job):
         return main + [pid for pid in holders(self.output) if pid != self.main.pid]
 
     def codes(self) -> list[int | None]:
-        """That of the main process; the others have none of ours to read, only whether they still run."""
+        """The exit code of the main process; of the others we can read only whether they still run."""
         code = self.main.poll()
         return [code, *(None for pid in holders(self.output) if pid != self.main.pid)] if code is not None else [None]
 
@@ -116,7 +116,7 @@ class Commanded(Job):
 
 
 def holders(folder: Path) -> Iterator[int]:
-    """The processes, but this one, that have a file in `folder` open."""
+    """The processes, except this one, that have a file in `folder` open."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue

@@ -65,7 +65,7 @@ def last_step(run: Path) -> int:
 
 
 def last_line(run: Path) -> int:
-    """The last step in the metrics; 0 if there is none. Cheap, as it is asked for all the time."""
+    """The last step in the metrics; 0 if there is none. Cheap, because it is called all the time."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(-min(4096, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -94,7 +94,7 @@ def metrics_file(run: Path) -> int | None:
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:
-    """What is not as in the undisturbed run: tensors, data position, random state, metrics, names of files."""
+    """Differences from the undisturbed run: tensors, data position, random state, metrics, names of files."""
     wrong = []
     one, other = checkpoints(run)[-1], checkpoints(undisturbed)[-1]
     if one.step != other.step:
@@ -121,7 +121,7 @@ def curves(run: Path) -> list[dict[str, Any]]:
 def leftovers(run: Path, undisturbed: Path) -> list[str]:
     """Files and folders that a run should not have.
 
-    By design, one that began again keeps its first metrics, and ranks that waited for a stopped one leave a record.
+    By design, one that restarted keeps its first metrics, and ranks that waited for a stopped one leave a record.
     """
     kept = ("metrics-lost-*.jsonl", "collectives-rank-*.json")
     names = {p.name for p in run.iterdir() if not any(map(p.match, kept))}

@@ -33,7 +33,7 @@ FAULTS_PER_RUN = 12
 
 @dataclass
 class Injected:
-    """A fault that happened: to which run, when, what was lost, and what else was not as it should be."""
+    """A fault that happened: to which run, when, its losses, and other problems."""
 
     kind: Kind
     fault: Fault
@@ -49,7 +49,7 @@ class Injected:
 
 
 class Session:
-    """One start of a run. What an earlier session left, a save or lines of metrics, is not taken for this one's."""
+    """One start of a run. Leftovers of an earlier session, a save or lines of metrics, do not count as this one's."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -133,7 +133,7 @@ class Soak:
             shutil.rmtree(run)
 
     def session(self, kind: Kind, session: Session, job: Job, left: int) -> list[Injected]:
-        """The faults of one start of a run: any number that it outlives, and one that ends it."""
+        """The faults of one start of a run: any number that it survives, and one that ends it."""
         found: list[Injected] = []
         run = session.run
         while self.decks[kind] and len(found) < left:
@@ -164,7 +164,7 @@ class Soak:
         return found
 
     def look(self, told: Injected, session: Session, job: Job, before: int) -> None:
-        """Note what is wrong right after a fault."""
+        """Record problems right after a fault."""
         run, fault = session.run, told.fault
         if last_step(run) < before:
             told.lost.append(f"the last checkpoint was that of step {before} and is that of step {last_step(run)}")

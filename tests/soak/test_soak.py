@@ -21,7 +21,7 @@ ONE, DDP, FSDP2, PIPELINE, EXPERTS = KINDS
 
 @pytest.fixture
 def lost(tmp_path: Path) -> Callable[..., list[str]]:
-    """Injects faults and returns what was wrong after them."""
+    """Injects faults and returns the problems after them."""
 
     def conduct(decks: dict[Kind, Deck], seed: int = 0, commands: float = 0.0) -> list[str]:
         with open_disk(tmp_path / "disk") as disk:

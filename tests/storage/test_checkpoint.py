@@ -1,4 +1,4 @@
-"""Which checkpoints stay, loading a trained model from them, and the folder of a run."""
+"""Which checkpoints are kept, loading a trained model from them, and the folder of a run."""
 
 import errno
 import json

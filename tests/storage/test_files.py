@@ -96,7 +96,7 @@ def test_flush_syncs_files_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power cut would show, and no other test can: the order of flushing and renaming."""
+    """The order of flushing and renaming, which otherwise only a power cut would reveal."""
     done: list[str] = []
     for name in ("rename", "replace"):
         monkeypatch.setattr(Path, name, lambda path, to: done.append(f"named {to.name}") or os.rename(path, to))

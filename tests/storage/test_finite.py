@@ -168,7 +168,7 @@ def test_resume_starts_from_the_newest_finite_checkpoint(lab: Lab, stopped: Path
 
 @pytest.mark.slow
 def test_run_without_a_finite_checkpoint_is_not_resumed(lab: Lab, stopped: Path) -> None:
-    """And stays as it was."""
+    """The run also stays unchanged."""
     for step in (2, 4, 6):
         spoil(stopped / f"checkpoints/step-{step}/model.safetensors", "norm.weight")
     before = sorted(stopped.rglob("*"))

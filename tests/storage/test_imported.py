@@ -1,4 +1,4 @@
-"""Folders of transformers: what comes along, parts of a model in several files, memory, and the commands on a run."""
+"""Folders of transformers: copied files, models in several files, memory, and the commands on a run."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def test_export_without_a_precision_keeps_stored_dtypes(architecture: str, dtype
     model.save_pretrained(tmp_path / "hf")
     Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
     before = load_file(tmp_path / "hf" / "model.safetensors")
-    before["model.norm.weight"] = torch.full((32,), 1 / 3) + torch.rand(32)  # in float32, whatever the others are
+    before["model.norm.weight"] = torch.full((32,), 1 / 3) + torch.rand(32)  # in float32, regardless of the others
     save_file(before, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     import_folder(tmp_path / "hf", tmp_path / "run")
     name = str(dtype).removeprefix("torch.")
@@ -245,7 +245,7 @@ def test_tensor_files_match_those_of_safetensors(tmp_path: Path) -> None:
 
 
 def done(*arguments: object) -> str:
-    """What the command printed."""
+    """The output of the command."""
     result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output

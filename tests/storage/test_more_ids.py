@@ -24,7 +24,7 @@ UNKNOWN = "contains '<extra>', id 258, but the model has ids below 257: "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Gemma 3 with 257 ids; its tokenizer has the bytes, the end of a text, and two added tokens more."""
+    """A tiny Gemma 3 with 257 ids; its tokenizer has the bytes, the end of a text, and two further added tokens."""
     path = tmp_path_factory.mktemp("gemma") / "hf"
     saved(path, "Gemma3", vocab_size=257, query_pre_attn_scalar=8, sliding_window_pattern=2, **GEMMA)
     backend = tokenizers.Tokenizer.from_str(Tokenizer.bytes().backend.to_str())

@@ -1,4 +1,4 @@
-"""A small study on a small text, planned but not trained, and what stands in for training it."""
+"""A small study on a small text, planned but not trained, and a stand-in for training it."""
 
 import json
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def changed(study: StudyConfig, **changes: Any) -> StudyConfig:
 
 
 def falling(run: PlannedRun, step: int) -> float:
-    """A loss that tells size, seed and variant apart."""
+    """A loss that differs by size, seed and variant."""
     return 5.0 - 0.01 * step - 0.1 * run.seed - (0.2 if run.variant == "mgr" else 0.0) + 1e-3 * len(run.variant)
 
 
@@ -160,18 +160,18 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing it takes half a second, and these tests do not look at it."""
+    """Drawing it takes half a second, and these tests do not need it."""
     page = SimpleNamespace(write=lambda path: path)
     monkeypatch.setattr("residua.study.page.study_page", lambda *arguments: page)
 
 
 def compare(study: StudyConfig, out: Path, results: Path | None = None) -> StudyResult:
-    """The results of a study that says nothing."""
+    """The results of a study that prints nothing."""
     return run_study(study, out, Console(quiet=True), results, "residua compare study.toml").result
 
 
 def printed(*arguments: object) -> str:
-    """What `residua compare` prints."""
+    """The output of `residua compare`."""
     result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output

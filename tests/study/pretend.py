@@ -1,4 +1,4 @@
-"""Studies that nobody trained: results and curves by formula, with as many variants as a page must bear."""
+"""Untrained studies: results and curves by formula, with as many variants as a page must support."""
 
 import math
 from collections.abc import Iterable
@@ -71,7 +71,7 @@ def pretended(
 
 
 def with_rows(result: StudyResult, rows: Iterable[VariantResult]) -> StudyResult:
-    """The study with other rows, and what follows from them."""
+    """The study with other rows, and the values that follow from them."""
     return concluded(result.model_copy(update={"variants": tuple(rows)}))
 
 
@@ -145,7 +145,7 @@ def _record(name: str, index: int, seed: int) -> RunRecord:
 
 
 def _inside(name: str, index: int) -> dict[str, Any]:
-    """What the trainer finds in a model of twelve layers."""
+    """An inspection by the trainer of a model of twelve layers."""
     readers = list(range(24))
     found: dict[str, Any] = {
         "sublayers": [

@@ -1,4 +1,4 @@
-"""`residua compare` as a person meets it: help, lists, plans, and mistakes answered in one sentence."""
+"""`residua compare` as users see it: help, lists, plans, and mistakes reported in one sentence."""
 
 import re
 import subprocess

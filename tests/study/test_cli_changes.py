@@ -1,4 +1,4 @@
-"""Options beside a study that was written down change only what they name."""
+"""Options given with a study file change only the settings that they name."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ assert SHORT == "train.steps=10"
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The study that a command line asks for."""
+    """The study of a command line."""
 
     def ask(*arguments: object) -> StudyConfig:
         asked: list[StudyConfig] = []
@@ -44,7 +44,7 @@ def file(tmp_path: Path, dataset: Dataset) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run, as far as a plan looks at it."""
+    """The folder of a run, as far as a plan reads it."""
     folder = tmp_path / "old"
     folder.mkdir()
     (folder / "config.toml").write_text(RunConfig.find("tiny").override(["model.width=64"]).to_toml())

@@ -1,4 +1,4 @@
-"""Studies as data: names, files, and mistakes that are refused with a sentence."""
+"""Studies as data: names, files, and mistakes that are refused in one sentence."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Diagnoses of a study's runs: made once, linked from the page and the table, side by side, and no run in the way."""
+"""Diagnoses of a study's runs: made once, linked from the page and the table, compared; a broken run stops nothing."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
 
 
 def measure(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) -> str:
-    """Diagnoses what is missing, and returns what is said."""
+    """Runs missing diagnoses, and returns the messages."""
     log = Console(record=True, width=300, file=io.StringIO())
     DiagnosisMeasurement(asked, out, dataset).measure(plan, log)
     return log.export_text()
@@ -103,7 +103,7 @@ def test_nothing_is_diagnosed_unless_requested(
 def test_the_page_uses_the_text_of_the_study(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path, tmp_path: Path
 ) -> None:
-    """The first variant's diagnosis is a person's own: it stays, and the page follows the study's text."""
+    """The first variant's diagnosis is the user's own: it stays, and the page uses the study's text."""
     (text := tmp_path / "own.txt").write_text("def f(x): return x + 1\n" * 400)
     folder = plan.runs[0].folder
     residua.diagnose.diagnose([folder], folder, text=text, tokens=512, length=32, ablations="none", device="cpu")

@@ -1,4 +1,4 @@
-"""Corrected, shrunk and combined intervals: what they promise, in simulated studies."""
+"""Corrected, shrunk and combined intervals keep their guarantees in simulated studies."""
 
 import math
 from pathlib import Path

@@ -96,8 +96,8 @@ def test_an_interval_end_beyond_the_ladder_is_open() -> None:
 def coverage(studies: int, budgets: tuple[float, ...], seeds: int, *, confidence: float, shared: float = 0.0) -> float:
     """The share of simulated studies whose interval holds the true gain.
 
-    Each study has its own law (slope 0.1 to 0.25 nats per e-fold of tokens, exponent 0.2 to 0.7), gain (1 to 1.5), seed
-    noise (0.004 to 0.008 nats), and effects of that size `shared` by all runs of a seed.
+    Each study has its own law (slope 0.1 to 0.25 nats per e-fold of tokens, exponent 0.2 to 0.7) and gain (1 to
+    1.5). Each run has noise of 0.004 to 0.008 nats; `shared` is the size in nats of an effect on all runs of a seed.
     """
     draw = np.random.default_rng(0)
     ladder = {f * D: dict.fromkeys(range(seeds), 0.0) for f in budgets}
@@ -119,7 +119,7 @@ def coverage(studies: int, budgets: tuple[float, ...], seeds: int, *, confidence
     ("budgets", "seeds", "shared"),
     [
         (BUDGETS, 3, 0.0),
-        ((0.5, 1.0, 2.0), 3, 0.0),  # docs/results/mini-39m; an exponent taken as known is noticed here only
+        ((0.5, 1.0, 2.0), 3, 0.0),  # docs/results/mini-39m; only this case notices an exponent taken as known
         pytest.param((0.5, 1.0, 2.0), 2, 0.01, marks=pytest.mark.nightly),
         pytest.param((0.25, 0.5, 1.0, 2.0, 4.0), 3, 0.01, marks=pytest.mark.nightly),
     ],

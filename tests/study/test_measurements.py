@@ -1,4 +1,4 @@
-"""What a study measures of each trained model: once, again when it was trained further, and where it is shown."""
+"""Measurements of each trained model: taken once, repeated after further training, and shown in the results."""
 
 import json
 import math
@@ -187,7 +187,7 @@ def test_a_study_measures_a_loss_for_every_recipe(
     asked = low(study, data=str(dataset.path), variants={"prenorm": ("prenorm",)})
     fork_workers(monkeypatch)
     with monkeypatch.context() as trained_there, pytest.raises(ImportError):
-        trained_there.setitem(sys.modules, "plotly", None)  # where models are trained there may be none
+        trained_there.setitem(sys.modules, "plotly", None)  # the training machine may lack plotly
         run_study(asked, out, Console(quiet=True))
     measured = {run.folder: (run.folder / "quantized.json").stat() for run in make_plan(asked, out, dataset).runs}
 

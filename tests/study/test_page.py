@@ -1,4 +1,4 @@
-"""What the study's page says at its top and at its foot, without a browser."""
+"""The title, lead and footer of the study's page, without a browser."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def last_row(result: StudyResult, **keys: object) -> StudyResult:
 
 
 def scattered(mgr: Interval) -> StudyResult:
-    """The study of prenorm and mgr alone, whose speeds scatter."""
+    """The study of only prenorm and mgr, whose speeds scatter."""
     result, scatter = pretended(3).result, Interval(value=0.8, count=3, low=0.2, high=3.2)
     rows = tuple(row for row in result.variants if row.name in ("prenorm", "mgr"))
     alone = result.model_copy(update={"variants": rows})
@@ -69,7 +69,7 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
         # several seeds without an interval: one of three runs may have a speed, or the ladder two budgets
         (lambda: changed(pretended(2).result, wall_clock_gain=Interval(value=1.2, count=3)), "unsure",
          "Not shown: block_attnres is 1.20× per second, without an interval"),
-        # a gain by steps alone is no "No", nor one variant that may gain
+        # neither a gain per step alone nor one variant that may gain makes a "No"
         (lambda: pretended(3, ladder=False, best=0.95), "unsure",
          "Not shown: the best of 2, block_attnres, is 0.95× per second by steps, which understate it: use --ladder"),
         (lambda: changed(pretended(3, ladder=False, best=0.95).result, step_gain=LOST), "bad",
@@ -81,7 +81,7 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
                           wall_clock_gain=Interval(value=0.9, count=3, error=0.05, low=0.7, high=1.1)), "unsure",
          "Not shown: the best of 2, block_attnres, is 0.95× per second, but other variants are not measured well "
          "enough"),
-        # without speeds the title speaks of loss, and without runs of none
+        # without speeds the title states the loss, and without runs neither
         (lambda: changed(pretended(3).result, **UNKNOWN), "unsure",
          "Not shown: speeds are unknown; block_attnres has the lowest loss, -0.0450 against prenorm"),
         (lambda: scattered(WIDE), "unsure", f"Not shown: speeds scatter too much (use --time-alone); {NOT_LOWER}"),
@@ -204,7 +204,7 @@ def test_terminal_and_page_name_the_size_if_there_are_several(tmp_path: Path) ->
 
 
 def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
-    """The study with every step timed alone, that of one variant with this spread."""
+    """The study with isolated step timings, those of one variant with this spread."""
     timing = StepTiming(device="H200", tokens=64, median=1.0, p10=1.0, p90=1.0, count=100, error=0.001)
     wide = timing.model_copy(update={"p10": 1.0 - 0.4 * spread, "p90": 1.0 + 0.6 * spread})
     rows = (row.model_copy(update={"timing": wide if row.name == busy else timing}) for row in result.variants)
@@ -234,7 +234,7 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     assert sentence in html and sentence in markdown(result).replace("\\", "")
     assert "remove timings/ from the study's folder and run the study again" in markdown(result)
     titles = [column.title for column in columns(result)]
-    for row in others:  # no cell, order or picture has what is not stated
+    for row in others:  # no cell, order or picture uses values that are not stated
         shown = dict(zip(titles, (cell.joined() for cell in cells(row, result)), strict=True))
         stated = {shown["throughput"] != "not stated", shown["wall-clock gain"] != "not stated"}
         assert stated == {row.name not in silent}

@@ -137,7 +137,7 @@ def test_a_ladder_adds_baseline_runs_and_changes_no_others(study: StudyConfig, d
         ("prenorm-2x-seed1", 1, 20),
         ("prenorm-0.5x-seed1", 1, 5),
     ]
-    for run in laddered.ladder:  # but for its steps, it is the baseline's run of that seed
+    for run in laddered.ladder:  # except for its steps, it is the baseline's run of that seed
         own = next(r for r in plain.runs if (r.variant, r.seed) == ("prenorm", run.seed))
         assert differences(own.config, run.config).keys() == {"train.steps"}
 

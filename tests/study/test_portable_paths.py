@@ -1,4 +1,4 @@
-"""Bases that files describe are known by their content, and have short names."""
+"""Bases described by files are identified by their content, and have short names."""
 
 from pathlib import Path
 

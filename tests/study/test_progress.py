@@ -1,4 +1,4 @@
-"""What is read of a run under way, and the time that is left."""
+"""Progress of an unfinished run, and the time left."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Shown:
         monkeypatch.setattr(terminal.time, "monotonic", lambda: self.now)
 
     def at(self, seconds: float, run: PlannedRun, step: int) -> str:
-        """What is said of all runs after a step was reported."""
+        """The status of all runs after a step was reported."""
         self.now = seconds
         self.live.advanced(run, step, 4.0)
         return str(self.live._bars.tasks[0].fields["note"])

@@ -1,4 +1,4 @@
-"""The study's page in headless Chromium: it answers at once, fits, and can be read by everyone; tabs, themes, paper."""
+"""The study's page in headless Chromium: it shows the answer first, fits, and is accessible; tabs, themes, print."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -46,13 +46,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 @pytest.fixture(scope="module")
 def seen(report: Report, browser: Browser) -> Iterator[Opened]:  # noqa: F811
-    """The page of sixteen variants, in the light, open for several tests."""
+    """The page of sixteen variants in light mode, open for several tests."""
     with browser.opened(report(16), 1400, color_scheme="light") as opened:
         yield opened
 
 
 def check(seen: Opened, width: int, path: Path) -> None:
-    """Nothing sticks out, nothing is cut at a desk, no complaint, no request, nothing in a reader's way."""
+    """No overflow, no cut table on a desktop, no error, no request, no accessibility problem."""
     assert seen.overflowing() == []
     assert width < 1000 or seen.cut_tables() == []
     assert seen.violations() == []

@@ -1,4 +1,4 @@
-"""What a study reports, worked out by hand on recorded runs."""
+"""The results of a study, worked out by hand on recorded runs."""
 
 import json
 import math
@@ -310,7 +310,7 @@ def test_a_ladder_gives_equivalent_tokens_and_step_gains(study: StudyConfig, dat
     assert "worth 3.00× the tokens (extrapolated, interval 3.00 to 3.00) at 1.00× the speed" in verdict(far, result)
     assert row(result, "prenorm").equivalent_tokens is None
     assert {run.budget for run in result.runs} == {0.5, 1.0, 1.5, 2.0}
-    assert row(result, "prenorm").loss.count == 2  # the ladder's runs are no seeds of the baseline
+    assert row(result, "prenorm").loss.count == 2  # the ladder's runs do not count as seeds of the baseline
     text = markdown(result)
     assert "The law of the ladder" not in text
     bent = ladder.model_copy(update={"law": replace(ladder.law, scale=ladder.law.scale * 0.96)})
@@ -338,9 +338,9 @@ def test_the_picture_plots_step_cost_against_equivalent_tokens(study: StudyConfi
     assert places["block_attnres"] == pytest.approx((1 / 0.8, 1.25), rel=1e-3)
     assert drawn.y_title == "equivalent tokens, × prenorm's"
     stored = StudyResult(**json.loads((out / "results.json").read_text()))
-    assert picture(stored) == (out / "gains.svg").read_text()  # made again from the stored results, the same
+    assert picture(stored) == (out / "gains.svg").read_text()  # rebuilt from the stored results, the same
     beside = result.model_copy(update={"side_by_side": 5})
-    assert break_even(beside) is None  # no speed was measured alone
+    assert break_even(beside) is None  # no speed was measured in isolation
     law = ladder_scatter(result, result.ladder[0])
     labels = [point.name for point in law.points if point.labelled]
     assert labels == ["0.00128 M", "0.00256 M", "0.00384 M", "0.00512 M"]

@@ -1,4 +1,4 @@
-"""A study's numbers as one file: what it holds, how a later study extends it, and what is refused."""
+"""A study's numbers as one file: its contents, its extension by a later study, and refusals."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_the_file_reproduces_the_results_of_its_study(chosen: Choose, trainer: T
 
 
 def test_a_run_without_a_speed_does_not_hide_the_others(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
-    """A run trained beside other work has a loss and no speed worth keeping."""
+    """A run trained while other work ran has a loss and no speed worth keeping."""
     compare(chosen("mgr"), tmp_path / "study", tmp_path / "x.json")
     saved = SavedStudy.read(tmp_path / "x.json")
     first, *others = saved.runs
@@ -64,7 +64,7 @@ def test_a_run_without_a_speed_does_not_hide_the_others(chosen: Choose, trainer:
     (kept,) = [run for run in others if run.variant == "prenorm"]
     assert baseline.tokens_per_second == pytest.approx(kept.tokens_per_second)
     assert mgr.throughput_ratio is not None and mgr.throughput_ratio.count == 1
-    # The speed beside the ratio is that of the same seed: another one may have been slowed as well.
+    # The speed next to the ratio is that of the same seed: another one may have been slowed as well.
     slow = {"tokens_per_second": 100.0}
     slowed = [run.model_copy(update=slow) if (run.variant, run.seed) == ("mgr", 0) else run for run in others]
     _, again = show_saved(saved.model_copy(update={"runs": (struck, *slowed)})).variants
@@ -352,7 +352,7 @@ def test_a_plan_records_complete_runs_and_trains_nothing(
     assert trainer.trained == []
     made = SavedStudy.read(tmp_path / "again.json")
     assert made.runs == SavedStudy.read(kept).runs
-    assert made.config.seeds == (0, 1) and made.commands == (), "no seed that nobody trained"
+    assert made.config.seeds == (0, 1) and made.commands == (), "no seed that was not trained"
 
 
 def test_a_plan_adds_complete_runs_only_to_the_results_file(chosen: Choose, kept: Path, tmp_path: Path) -> None:

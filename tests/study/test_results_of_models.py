@@ -1,4 +1,4 @@
-"""What a results file keeps of trained models: accuracies on tasks, outliers, low precision, inspections."""
+"""Measurements of trained models in a results file: accuracies on tasks, outliers, low precision, inspections."""
 
 import json
 from functools import partial
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def measure(run: PlannedRun, asked: dict[str, str]) -> None:
-    """Files of a run as if its model had been looked at, and asked with FP8 as well."""
+    """Files of a run as if its model had been inspected, and scored with FP8 as well."""
     tasks = {task: TaskAccuracy(value=0.25 + 0.1 * run.seed, asked=digest) for task, digest in asked.items()}
     low = {task: TaskAccuracy(value=0.125, asked="in fp8") for task in asked}
     losses: dict[str, float | None] = {"fp8": 4.5, "nvfp4": None}
@@ -43,7 +43,7 @@ def measure(run: PlannedRun, asked: dict[str, str]) -> None:
 
 
 class Machine:
-    """Trains at once, measures what it trains if it is told to, and has no weights left afterwards."""
+    """Trains at once, measures its runs if `measures` is set, and keeps no weights."""
 
     def __init__(self, patch: pytest.MonkeyPatch, dataset: Dataset, place: Path) -> None:
         self.trainer, self.place, self.measures = Trainer(), place, True
@@ -106,7 +106,7 @@ def test_seeds_can_be_added_and_unmeasured_runs_are_named(machine: Machine) -> N
     machine.compare("first", seeds=1, tasks=machine.ask())
     (first,) = SavedStudy.read(machine.results).runs
     machine.measures = False
-    result = machine.compare("second", seeds=2)  # another machine, which asks nothing
+    result = machine.compare("second", seeds=2)  # another machine, which scores no tasks
     assert machine.trainer.trained == ["prenorm-seed0", "prenorm-seed1"]
     saved = SavedStudy.read(machine.results)
     assert saved.runs[0] == first and saved.runs[1].accuracies is None

@@ -157,7 +157,7 @@ def test_only_missing_or_changed_tasks_are_scored(
         return list(scored)
 
     assert again(asked.model_copy(update={"names": ("colours",)})) == ["colours"]
-    assert again(asked) == ["shapes"], "a study that was stopped goes on with the next task"
+    assert again(asked) == ["shapes"], "a stopped study resumes with the next task"
     assert again(asked) == []
     write_questions(Path(asked.folder), "shapes", 9)
     assert again(asked) == ["shapes"], "different questions"
@@ -241,7 +241,7 @@ def test_accuracies_in_low_precision_are_in_a_table(scored: Scored) -> None:
     asked = study.model_copy(update={"quantize": ("fp8", "nvfp4")})
     result = collect(asked, plan, complete_records(plan, {}), {})
     mgr = result.variants[1]
-    assert list(mgr.low_tasks) == ["fp8"], "one of two tasks is no mean"
+    assert list(mgr.low_tasks) == ["fp8"], "one of two tasks gives no mean"
     assert mgr.low_tasks["fp8"].accuracy.value == pytest.approx(0.51 - 0.015)
     assert mgr.low_tasks["fp8"].change.value == pytest.approx(-0.015)
     _, table = side_tables(result, "tiny")

@@ -1,4 +1,4 @@
-"""`compare --from`: variants that begin with the weights of a run."""
+"""`compare --from`: variants that start from the weights of a run."""
 
 import json
 from pathlib import Path

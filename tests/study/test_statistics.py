@@ -17,7 +17,7 @@ from residua.study.statistics import PowerLaw, compute_advantage, fit_power_law
         (0.975, 4, 2.776445105),
         (0.95, 10, 1.812461123),
         (0.995, 30, 2.749995654),
-        (0.975, 1e6, 1.959966357),  # the normal distribution, nearly
+        (0.975, 1e6, 1.959966357),  # close to the normal distribution
         (0.025, 4, -2.776445105),
         (0.5, 7, 0.0),
     ],

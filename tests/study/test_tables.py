@@ -1,4 +1,4 @@
-"""The study's tables: on terminals of several widths, and beside the main one on the page."""
+"""The study's tables: on terminals of several widths, and next to the main one on the page."""
 
 import io
 from pathlib import Path

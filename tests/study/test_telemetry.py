@@ -1,4 +1,4 @@
-"""Telemetry of a study's runs: its curves and sentences on the page, and its lines in the way of the last loss."""
+"""Telemetry of a study's runs: its curves and sentences on the page, and its lines after the last loss."""
 
 import json
 import re

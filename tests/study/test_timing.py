@@ -1,4 +1,4 @@
-"""Steps timed alone after runs side by side: recorded once, and compared on one device only."""
+"""Steps timed in isolation after parallel runs: recorded once, and compared only on one device."""
 
 import json
 import math
@@ -233,7 +233,7 @@ def test_steadily_changing_load_does_not_change_the_ratio(timed: Timed) -> None:
     timed.slower = 1.05  # with every turn: 2.65 times slower at the end
     timed.time()
     prenorm, mgr = (devices["H200"] for devices in timed.recorded.values())
-    assert mgr.median / prenorm.median == pytest.approx(2.0)  # who begins alternates
+    assert mgr.median / prenorm.median == pytest.approx(2.0)  # the first one alternates
     assert mgr.error == pytest.approx(math.log(1.05) / 3) and prenorm.error > 0.04
 
 

@@ -83,7 +83,7 @@ def test_a_study_writes_every_output_and_is_reused(study: StudyConfig, dataset: 
     assert watcher.starts == {}
     assert losses(plan) == before
 
-    # Of a complete run the last checkpoint is left, and the best. A run that lost it trains again to the same bits.
+    # A complete run keeps the last checkpoint, and the best. A run that lost it trains again to the same bits.
     cut = plan.runs[1].folder
     assert [path.name for path in (cut / "checkpoints").iterdir()] == ["step-10"]
     shutil.rmtree(cut / "checkpoints" / "step-10")
@@ -164,7 +164,7 @@ def wait_for_the_signal(self, *given):
 
 Step.__call__ = wait_for_the_signal
 """
-"""A plugin: the fourth step of a run lasts until it is asked to stop."""
+"""A plugin: the fourth step of a run lasts until the run is stopped."""
 
 
 def test_ctrl_c_saves_every_run_and_the_same_command_resumes(
@@ -189,7 +189,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_resumes(
         errors.seek(0)
         assert b"run the same command to continue" in errors.read()
     (out / "wanted.toml").unlink()
-    assert "1 variant × 1 seed" in printed(out, "--plan"), "the folder is enough to go on"
+    assert "1 variant × 1 seed" in printed(out, "--plan"), "the folder is enough to resume"
     monkeypatch.delenv("RESIDUA_PLUGINS")
     fork_workers(monkeypatch)
     saved = {run.title: next((run.folder / "checkpoints").glob("step-*")) for run in plan.runs}

@@ -1,4 +1,4 @@
-"""A search of learning rates: which is chosen, on which runs, that it stays chosen, and where it is shown."""
+"""A search of learning rates: the choice, its runs, its persistence, and its tables."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_each_variant_gets_the_rate_of_its_best_short_run(
     assert (tuned.lr, tuned.rest.lr) == pytest.approx((2 * own.lr, 2 * own.rest.lr))
     for seed in (0, 1):
         assert f"lr = {tuned.lr}" in (out / f"runs/mgr-seed{seed}/config.toml").read_text()
-    assert {r.folder for r in result.runs} == set(compared), "trials are no runs of the comparison"
+    assert {r.folder for r in result.runs} == set(compared), "trials are not runs of the comparison"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A study whose variants begin with given weights knows them by their content, not by their place."""
+"""A study whose variants begin with given weights identifies them by their content, not by their path."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def save_weights(run: Path, step: int, value: float) -> None:
-    """A checkpoint, as far as a study looks at it."""
+    """A checkpoint, as far as a study reads it."""
     folder = run / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
     save_tensors({"weight": torch.full((4,), value)}, folder / "model.safetensors")
@@ -34,7 +34,7 @@ def save_weights(run: Path, step: int, value: float) -> None:
 
 @pytest.fixture
 def old(tmp_path: Path, dataset: Dataset) -> Path:
-    """The run to begin with."""
+    """The run to start from."""
     folder = tmp_path / "old"
     folder.mkdir()
     config = RunConfig.find("tiny").override([*SMALL, f"data.path='{dataset.path}'", "model.vocab_size=384"])

@@ -14,7 +14,7 @@ from residua.storage import tensors
 from residua.train.trainer import train
 
 OWNERS: dict[str, tuple[Any, int]] = {"save_file": (tensors, 4), "rename": (pathlib.Path, 2)}
-"""Whose function it is that does not return, and from which of its calls."""
+"""The owner of the function that does not return, and the number of that call."""
 
 
 def main(source: pathlib.Path, out: pathlib.Path, where: str) -> None:

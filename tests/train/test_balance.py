@@ -1,4 +1,4 @@
-"""The balance loss is that of the whole step, for any split into micro-batches and ranks; what a run logs."""
+"""The balance loss is that of the whole step, for any split into micro-batches and ranks; records of a run."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The last validation of a run: all of the text, and the loss of each document."""
+"""The final validation of a run: the whole text, and the loss of each document."""
 
 import json
 import math

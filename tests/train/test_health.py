@@ -1,4 +1,4 @@
-"""Runs that learn nothing are told apart from runs that have not learned yet."""
+"""Runs that learn nothing are distinguished from runs that have not learned yet."""
 
 import math
 from pathlib import Path
@@ -62,8 +62,8 @@ def test_a_run_whose_loss_stops_falling_for_long_is_stopped() -> None:
     assert "has not fallen for 1,000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
     assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
     assert watch.stuck(1100, 6.93, Frequencies(6.9, 5.9, warmup=1100 - MAX_STILL_STEPS + 1)) is None
-    assert checked([6.92, 6.93], every=600).stuck(1200, 6.93, TEXT) is None  # two lines are no stretch
-    assert checked([7 - 0.02 * line for line in range(20)]).stuck(2000, 6.6, TEXT) is None  # slow, but it falls
+    assert checked([6.92, 6.93], every=600).stuck(1200, 6.93, TEXT) is None  # two lines are too few to judge
+    assert checked([7 - 0.02 * line for line in range(20)]).stuck(2000, 6.6, TEXT) is None  # slow, but falling
 
 
 def test_near_uniform_token_frequencies_give_no_verdict() -> None:

@@ -1,4 +1,4 @@
-"""Runs in low precision: which products, ranges over steps, resuming, ranks, and what telemetry says."""
+"""Runs in low precision: which products, ranges over steps, resuming, ranks, and telemetry."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_a_parameter_without_gradient_is_unchanged() -> None:
 
 
 def resumes(model: StandIn, config: Muon | AdamW, steps: int) -> dict[str, Tensor]:
-    """The tensors that are saved after some steps, with which a copy goes on bit for bit."""
+    """The tensors that are saved after some steps, from which a copy continues bit for bit."""
     optimizer, copy = build_optimizer(model, config), type(model)()
     for seed in range(steps):
         model.set_gradients(seed)
@@ -335,7 +335,7 @@ class Rated(StandIn, RatedModule):
 
 
 def moves(model: Rated, config: Muon | AdamW) -> dict[str, Tensor]:
-    """What one step adds to each parameter, which starts at zero so that nothing is rounded."""
+    """The update of each parameter in one step; parameters start at zero so that nothing is rounded."""
     model.load_state_dict({name: torch.zeros_like(weight) for name, weight in model.weights().items()})
     return stepped(model, config)
 

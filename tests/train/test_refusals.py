@@ -148,7 +148,7 @@ def test_unreadable_shard_is_refused_before_training(lab: Lab, data: Path, damag
     assert not (lab / "run").exists()
 
 
-@pytest.mark.parametrize("entries", [260, 600], ids=["that the model has ids for", "with more ids than the model"])
+@pytest.mark.parametrize("entries", [260, 600], ids=["within the model's ids", "beyond the model's ids"])
 def test_resume_refuses_text_of_another_tokenizer(lab: Lab, entries: int) -> None:
     lab.train()
     before = files(lab / "run")

@@ -51,7 +51,7 @@ def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def whole(trained: Path, tmp_path: Path) -> Path:
-    """A run that was not interrupted, to be changed at will."""
+    """A run that was not interrupted; tests may change it."""
     return Path(shutil.copytree(trained, tmp_path / "whole"))
 
 

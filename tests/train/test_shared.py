@@ -1,4 +1,4 @@
-"""Runs that share a process and its compiled code end with the same bits as runs in processes of their own."""
+"""Runs that share a process and its compiled code end with the same bits as runs in separate processes."""
 
 import signal
 from functools import partial
@@ -34,7 +34,7 @@ MODELS = [
 
 
 def shared(lab: Lab, order: str, out: str, world: SharedWorld | None = None, **settings: Any) -> SharedWorld:
-    """Train the named runs one after the other in one world."""
+    """Train the named runs in turn in one world."""
     world = world or SharedWorld(torch.device("cpu"))
     for name in order.split():
         lab.train(*RUNS[name], out=f"{out}/{name}", world=world, **settings)
@@ -42,7 +42,7 @@ def shared(lab: Lab, order: str, out: str, world: SharedWorld | None = None, **s
 
 
 def separate(lab: Lab, name: str) -> Path:
-    """The same run with everything built anew."""
+    """The same run with everything rebuilt."""
     torch.compiler.reset()
     lab.train(*RUNS[name], out=f"alone/{name}")
     return lab / "alone" / name
@@ -62,7 +62,7 @@ def test_runs_that_share_a_step_equal_separate_ones_in_any_order(lab: Lab, chang
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_runs_on_one_compiled_step_equal_separate_ones(lab: Lab, monkeypatch, backend: str) -> None:
-    if backend != "inductor":  # traced and guarded in the same way, without minutes of C++
+    if backend != "inductor":  # traced and guarded in the same way, without minutes of C++ compilation
         plain = partial(torch.compile, dynamic=False, backend=backend)
         monkeypatch.setattr("residua.train.losses.compile_rewritten", plain)
     changes = ["train.compile=on", "train.steps=2", "train.schedule.warmup=1", "model.layers=1"]

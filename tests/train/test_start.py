@@ -1,4 +1,4 @@
-"""`train --from` and `train.start`: a run that begins with the weights of another."""
+"""`train --from` and `train.start`: a run that starts from the weights of another."""
 
 import json
 from pathlib import Path

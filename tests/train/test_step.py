@@ -97,7 +97,7 @@ def test_recomputed_sublayers_keep_only_their_inputs(config: RunConfig) -> None:
     assert saved[1] < 0.6 * saved[0]
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 prints a warning
 def test_weights_stay_fp32_under_bf16(config: RunConfig) -> None:
     step = make(config, "train.precision=bfloat16")
     assert step.precision is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Telemetry: every figure by brute force, an outlier that grows while a run trains, and nothing where it is off."""
+"""Telemetry: every figure by brute force, an outlier that grows while a run trains, and no effect when it is off."""
 
 import math
 import shutil
@@ -100,7 +100,7 @@ def expected(model: Decoder, seen: dict[str, Tensor]) -> dict[tuple[str, int], f
 
 
 def anchors(model: Decoder, readers: Sequence[Tensor]) -> dict[tuple[str, int], float]:
-    """The mean of λγ over tokens and elements, with γ computed anew from what each layer reads."""
+    """The mean of λγ over tokens and elements, with γ recomputed from the input of each layer."""
     found = {}
     for layer in range(len(model.sublayers) // 2):
         sublayer: Any = model.sublayers[2 * layer]
@@ -158,7 +158,7 @@ def test_measurements_use_few_tokens_from_the_start_of_a_batch(config: RunConfig
 
 
 def grown(config: RunConfig, peaks: dict[int, float]) -> dict[int, str]:
-    """What is said of a peak that has these values, by step."""
+    """The messages about a peak with these values, by step."""
     growth = Growth(config)
     said = {step: growth.check(step, {"peak": [1.0, peak], "stream.1": [None, 0.5]}) for step, peak in peaks.items()}
     return {step: sentence for step, sentence in said.items() if sentence is not None}
@@ -217,7 +217,7 @@ def test_telemetry_off_has_no_effect_on_training(lab: Lab, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_junction_unsafe_to_invert_keeps_its_streams(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so does a resumed run."""
+    """So does a resumed run."""
     bearable = 1.2 * torch.finfo(torch.float32).eps / 2  # Π 1/(1 − β) up to 1.2
     monkeypatch.setattr(inversion, "MAX_AMPLIFIED_ERROR", bearable)
     monkeypatch.setattr(inversion, "ERROR_HEADROOM", 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 STEP = 4096
 """Tokens of a step."""
 EVIL = "<img src=x onerror=alert(1)>"
-"""A name or a message that must stay text."""
+"""A name or a message that must be escaped."""
 
 
 def lines(upto: int, start: int = 1, *, gain: float = 0.0, every: int = 10, experts: bool = False) -> str:

@@ -31,7 +31,7 @@ def test_the_page_grows_while_a_run_does(browser: Browser, tmp_path: Path) -> No
         before = seen.page.evaluate(points("loss"))
         more = lines(260, 101)
         with (run / "metrics.jsonl").open("a") as file:
-            file.write(more[:-9])  # the last line is not whole yet
+            file.write(more[:-9])  # the last line is incomplete
         seen.until("document.querySelector('main').innerText.includes('step 250 of 1,000')")
         seen.until(f"{points('loss')} === {before} + 2 * 15")  # smoothed and not
         with (run / "metrics.jsonl").open("a") as file:

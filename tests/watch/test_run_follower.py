@@ -130,7 +130,7 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     write_result(run, 1000)
     follower.refresh()
     assert follower.state(written + 600) == "finished"
-    (run / "result.json").write_text("{}")  # one that does not say its steps
+    (run / "result.json").write_text("{}")  # one that does not state its steps
     follower.refresh()
     assert follower.state(written + 600) == "finished"
     assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
@@ -177,7 +177,7 @@ def test_a_run_whose_process_has_died_has_crashed(tmp_path: Path) -> None:
 
 
 def test_a_crashed_run_of_a_study_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    """Also one that failed before it wrote anything, as a plugin may."""
+    """Also one that failed before it wrote anything, as with a broken plugin."""
     study = write_study(tmp_path / "study", {"prenorm": 0.0, "mgr": 0.2})
     told = "Traceback (most recent call last):\n  File mine.py, line 3\nValueError: not enough values to unpack\n"
     (study / "logs/mgr-seed1.log").write_text(told)  # it has no folder

@@ -68,7 +68,7 @@ def test_only_this_machine_can_connect(server: Server) -> None:
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1].evil", "0.0.0.0"]
 )
 def test_requests_with_another_host_header_are_refused(server: Server, host: str) -> None:
-    """A page elsewhere that points its domain here."""
+    """DNS rebinding: a foreign page whose domain points here."""
     status, _, body = ask(server, f"/{server.key}/news.json", Host=host)
     assert status == 403 and b"run" not in body
 

@@ -38,7 +38,7 @@ def rewriting(*rewrites: Rewrite, seen: list[GraphModule]) -> Any:
 def differentiated(
     function: Callable[..., Tensor], leaves: list[Tensor], *, rewrite: Rewrite, backend: str = "triton"
 ) -> tuple[Differentiated, Differentiated]:
-    """What the graphs of a function give as they were traced, and rewritten: both of one compilation."""
+    """Results of the graphs of a function as traced, and rewritten: both of one compilation."""
     torch._dynamo.reset()
     plain, ours = Differentiated([], []), Differentiated([], [])
 
@@ -66,7 +66,7 @@ def _rewritten(module: GraphModule, *rewrites: Rewrite) -> GraphModule:
 def graphs_backend(
     compile: Callable[[GraphModule], Callable[..., Any]], divide: Callable[..., Any] | None = None
 ) -> Any:
-    """A backend that runs what `compile` makes of the forward and of the backward graph; `divide` made these of one."""
+    """A backend that runs the output of `compile` for the forward and backward graphs, which `divide` separated."""
     # here, since `make check` collects files of this folder and compiles nothing
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

@@ -66,7 +66,7 @@ GRAPHS = {
     "gatednorm": 2,
     "nuresformer": 3,
     "hybrid": 3,
-    "moe": 8,  # the compiler stops at experts in a loop, and goes on behind it
+    "moe": 8,  # the compiler stops at experts in a loop, and continues after it
 }
 EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
 """Cases where a compiler's other rounding exceeds the tolerance, for the whole model as well as for sublayers."""
@@ -262,7 +262,7 @@ def test_sublayers_of_a_kind_have_one_structure(config: RunConfig) -> None:
 
 
 def test_a_sublayer_with_another_setting_has_another_structure(config: RunConfig) -> None:
-    """Same classes and shapes, and yet another computation."""
+    """Same classes and shapes, but another computation."""
     sublayer = build(config.model).sublayers[0]
     before = structure(sublayer)
     sublayer.norm.eps *= 2

@@ -1,4 +1,4 @@
-"""Helpers that compile kernels ahead: they hear what is traced, and compile what would be launched."""
+"""Helpers that compile kernels ahead: they receive traced calls, and compile the kernels of launches."""
 
 import io
 import os

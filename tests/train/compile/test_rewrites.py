@@ -1,4 +1,4 @@
-"""Rewritten graphs compute the same, and only what becomes faster is rewritten."""
+"""Rewritten graphs compute the same, and only parts that become faster are rewritten."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Junctions of Multi-Gate Residuals and of hyper-connections norm what they hand on, where nothing else reads it."""
+"""Junctions of Multi-Gate Residuals and of hyper-connections norm their outputs, where nothing else reads these."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def with_gain(module: GraphModule, name: str) -> list[int]:
 
 
 READS = [lambda h, x: 0.0, lambda h, x: x.sin().sum(), lambda h, x: (h.detach() * x).sum()]
-"""What else is read after each junction of a chain; the first two norms are the only readers of h."""
+"""Other reads after each junction of a chain; the first two norms are the only readers of h."""
 
 
 def test_a_junction_absorbs_the_norm_if_nothing_else_reads_h():
@@ -102,7 +102,7 @@ def test_hyper_connection_absorbs_the_norm_if_only_it_reads_h(norm):
             x = ops.rms_norm(h, gain)
             y = x @ product
             total = total + read(h, x) + (z.sin().sum() if k else 0.0)
-        # without a projection: left as it is
+        # without a projection: unchanged
         h, X, _ = ops.hyper_step(X, y, post, mix, bias)
         return total + ops.rms_norm(h, gain).square().sum() + X.sin().sum()
 

@@ -51,7 +51,7 @@ def test_every_sum_is_fused_and_gradients_are_kept(kind, layers):
         assert (a - b).norm() <= 1e-6 * b.norm()
     forward, backward = ours.graphs
 
-    assert given(forward, name, update) == [False] + 2 * layers * [True], "the embedding's own is no sum"
+    assert given(forward, name, update) == [False] + 2 * layers * [True], "the embedding's norm reads no sum"
     residuals = given(backward, f"{name}_backward", residual)
     assert residuals == [False] + 2 * layers * [True], "the last has no residual path next to it"
     assert not any(additions_next_to(name, module) for module in (forward, backward))
@@ -76,7 +76,7 @@ def additions_next_to(name: str, module: GraphModule) -> list[Node]:
     return [s for s in sums if any(source(n.args[0]) is s for n in norms) or any(source(a) in norms for a in s.args)]
 
 
-@pytest.mark.nightly  # by day, sums that are not taken leave a graph alone
+@pytest.mark.nightly  # in `make test`, sums that are not fused leave a graph unchanged
 @pytest.mark.parametrize(("rewrite", "norm"), [(fuse_additions, "dyt"), (take_dots, "rmsnorm")])
 def test_model_without_fusible_norms_or_reads_is_unchanged(rewrite, norm):
     loss, parameters = model_loss(layers=1, norm={"kind": norm})
@@ -202,7 +202,7 @@ def test_dot_products_fuse_only_matching_sums(read, taken, residual):
 @pytest.mark.parametrize("widened", [True, False])
 @pytest.mark.parametrize("asked", [{}, {"dtype": torch.float32}], ids=["plain", "autocast on a GPU"])
 def test_half_precision_sum_is_fused_only_if_factors_are_widened(widened, asked):
-    """As reads take it. A sum that is rounded at every product is another number; the interpreter cannot run either."""
+    """As in reads. A sum that is rounded at every product is another number; the interpreter cannot run either."""
     g, x = (torch.randn(6, 8, dtype=torch.bfloat16) for _ in range(2))
     operators, weight, rstd = torch.ops.residua, torch.ones(8), torch.ones(6)
 

@@ -63,7 +63,7 @@ def test_one_operator_per_layer_gives_the_plain_gradients(kv_heads: int) -> None
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.nightly  # by day, a gate and anything else that is joined leave a graph alone
+@pytest.mark.nightly  # in `make test`, a gate and anything else that is concatenated leave a graph unchanged
 @pytest.mark.parametrize("attention", [{"qk_norm": "none"}, {"qk_norm": "none", "kv_heads": 1}], ids=str)
 def test_a_graph_without_normed_heads_is_unchanged(attention: dict[str, Any]) -> None:
     plain, same = trained({"kind": "softmax", "heads": 2} | attention, layers=1)
