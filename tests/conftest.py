@@ -27,14 +27,14 @@ import pytest
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 os.fsync = lambda descriptor: None  # tests kill processes, not machines; `tests/faults.py` counts the calls
 gc.disable()  # until all is collected, see below
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts background processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start and interrupt must obey it
 
 MARK_OF_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(slow|nightly)\b", re.MULTILINE)
 
 
 def set_up_torch() -> None:
-    """One thread, seeds for the devices that are here, and the quicker interpreter."""
+    """One thread, seeds for the devices of this machine, and the faster interpreter."""
     import torch
 
     from tests.interpreter import patch_once
@@ -63,7 +63,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files alone where none of their tests would run: to import them takes `make check` seconds."""
+    """Skip files none of whose tests would run: importing them would take `make check` seconds."""
     if "not " not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     marked = MARK_OF_FILE.search(collection_path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Forks this process where another one would import torch anew, which takes three seconds."""
+"""Forks this process in place of starting one that would import torch again, which takes three seconds."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ def fork_workers(monkeypatch) -> None:
 
 
 class Forked:
-    """`python -c CODE ARGUMENTS` without its imports: what a study, or a test, uses of `subprocess.Popen`."""
+    """`python -c CODE ARGUMENTS` without its imports: the part of `subprocess.Popen` that a study, or a test, uses."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Forked:
 
 
 def become(work: Callable[[], Any]) -> NoReturn:
-    """In a forked process: do this and end, with the status that Python would end with."""
+    """In a forked process: do this and exit with Python's exit status."""
     code = 70
     try:
         work()

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter several times as fast: most of its time goes into work whose result it has or drops."""
+"""Makes Triton's interpreter several times as fast: it spends most time on results that it already has or drops."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def patch_once() -> None:
-    """Change the interpreter for this process; what kernels compute stays the same but for the order of sums."""
+    """Change the interpreter for this process; results stay the same except for the order of sums."""
     try:
         from triton import language
         from triton.runtime import interpreter
@@ -19,14 +19,14 @@ def patch_once() -> None:
     _patch_language_per_launch(language, interpreter)
     _remember_types(language.core, interpreter)
     interpreter.ReduceOps.generic_reduce = _reduce_in_pairs
-    # it computes the range of every integer and then asserts nothing, unless it debugs
+    # it computes the range of every integer, and checks it only in debug mode
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 def _patch_language_per_launch(language: Any, interpreter: Any) -> None:
-    """Leave `triton.language` as it is for functions that a kernel calls: the kernel's launch has patched it."""
+    """Do not patch `triton.language` again for functions that a kernel calls: the kernel's launch has patched it."""
     patch = interpreter._patch_lang
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""Divides grids: `make test` runs the cases that can each find a fault of their own, `make nightly` all of them."""
+"""Divides grids: `make test` runs the cases that can each find a different fault, `make nightly` all of them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ def only_nightly(cases: Iterable[Any], but: Iterable[Any]) -> list[Any]:
 def covering(rows: Iterable[Row], *pairs: tuple[str, str]) -> list[Any]:
     """All rows, with the mark `nightly` on those that are not needed to meet every choice and each of these pairs.
 
-    Kept are the rows that meet most of what the others have not, one after the other.
+    Rows are kept greedily by the number of pairs that no earlier row has.
     """
     meets = [(row, {*row.items(), *((a, b, row[a], row[b]) for a, b in pairs)}) for row in rows]
     left, kept = set().union(*(met for _, met in meets)), []

@@ -71,7 +71,7 @@ def find_circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 
 def test_no_module_is_in_an_import_cycle() -> None:
-    """Also not inside a function: such a circle only hides that two modules are one."""
+    """Not even inside a function: such a cycle only hides that two modules are one."""
     assert find_circle({name: imports(tree) - {name} for name, tree in modules().items()}) is None
 
 
@@ -82,7 +82,7 @@ def test_a_planted_import_cycle_is_found() -> None:
 
 
 def test_no_object_changes_its_class() -> None:
-    """A model for inference is built, not made of another by `__class__ = …`."""
+    """A model for inference is built, not converted from another by `__class__ = …`."""
     stored = ((name, node) for name, tree in modules().items() for node in ast.walk(tree) if stores_class(node))
     assert [f"{name}:{node.lineno}" for name, node in stored] == []
 
@@ -116,5 +116,5 @@ def test_a_study_has_at_most_twenty_files() -> None:
 
 
 def test_run_study_imports_at_most_ten_modules() -> None:
-    """It says what happens in which order; how stands elsewhere."""
+    """It states the order of steps; other modules implement them."""
     assert len(imports(modules()["residua.study.run_study"])) <= 10

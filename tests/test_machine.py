@@ -94,7 +94,7 @@ def test_training_states_are_counted_to_the_byte(config: RunConfig, monkeypatch)
 
 
 def test_each_rank_needs_memory_only_for_its_share(config: RunConfig, monkeypatch) -> None:
-    """And room for one layer, or the embedding, at a time."""
+    """Plus room for one layer, or the embedding, at a time."""
     from residua.train.summary import check_memory
 
     asked: list[int] = []

@@ -1,4 +1,4 @@
-"""Files that are damaged or foreign: one sentence names the file, the place, what was expected and how to go on."""
+"""Files that are damaged or foreign: one sentence names the file, the place, the expected content and the fix."""
 
 import ast
 import os

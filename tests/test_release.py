@@ -1,4 +1,4 @@
-"""The release: what `pip install residua` brings works in an empty environment, offline, and without Triton."""
+"""The release: the wheel works in an empty environment, offline, and without Triton."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def python(code: str, folder: Path, **environment: str) -> str:
 
 
 def sources() -> list[Path]:
-    """The files that a release is made of."""
+    """The files of a release."""
     package = [p for p in (ROOT / "residua").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     return [*(ROOT / name for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE")), *package]
 
@@ -125,7 +125,7 @@ def test_the_wheel_trains_and_plots_in_an_empty_environment(environment: Path, t
     assert (tmp_path / "study" / "report.html").stat().st_size > 10_000
 
 
-# As on macOS: Triton and what needs it cannot be found, also not in the processes that Residua starts.
+# As on macOS: neither Triton nor packages that need it are found, even in processes that Residua starts.
 WITHOUT_TRITON = """
 import sys
 from importlib.machinery import PathFinder
@@ -181,7 +181,7 @@ def test_training_and_listing_presets_work_without_triton(without_triton: dict[s
 @pytest.mark.nightly
 def test_only_kernels_cannot_be_imported_without_triton(without_triton: dict[str, str], tmp_path: Path) -> None:
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "residua").rglob("*.py"))]
-    ours = [parts for parts in paths if "torchtitan" not in parts]  # an extra of its own, which needs Triton itself
+    ours = [parts for parts in paths if "torchtitan" not in parts]  # a separate extra, which needs Triton itself
     names = [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in ours]
     refused = python(
         f"""

@@ -33,7 +33,7 @@ def prepare_words(folder: Path, words: int = 30, holdout: float = 0.3, **setting
 
 
 def train_run(folder: Path, masking: str = "none", sequence: int | None = None, **model: object) -> Path:
-    """Four steps of a model of bytes; its data lies beside it."""
+    """Four steps of a model of bytes; its data is in a folder next to it."""
     prepare_words(folder)
     recipe = {
         "steps": 4, "micro_batch": 4, "device": "cpu", "log_every": 4, "validate_every": 4, "save_every": 4,
