@@ -2,10 +2,10 @@
 
 `--list PATH…` shows every finding, `--words` the words of each page and of its average sentence.
 
-It reads the pages in docs, README, CHANGELOG, and the docstrings, comments and messages of the package. A finding is
-one of the habits below, or a sentence of more than 30 words. `tools/prose.json` has the number of findings of each
-file: more than that fails, and a new file may have none. After improving a file, `--write` records the lower numbers;
-it refuses to record a higher total.
+It reads the pages in docs, README, CHANGELOG, the docstrings, comments and messages of the package, and the docstrings,
+comments and names of tests. A finding is one of the habits below, or a sentence of more than 30 words.
+`tools/prose.json` has the number of findings of each file: more than that fails, and a new file may have none. After
+improving a file, `--write` records the lower numbers; it refuses to record a higher total.
 
 A page has at most 1,500 words, code and tables included, and a guide 900. References and lab notes may be longer.
 """
@@ -75,7 +75,7 @@ class Finding(NamedTuple):
 def findings(path: Path) -> Iterator[Finding]:
     """Habits and long sentences of one file."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
-    pieces = markdown(text) if path.suffix == ".md" else python(text)
+    pieces = markdown(text) if path.suffix == ".md" else python(text, tests=name.startswith("tests/"))
     for line, piece, prose in pieces:
         for habit, advice in HABITS.items():
             for match in re.finditer(habit, piece):
@@ -102,12 +102,16 @@ def markdown(text: str) -> Iterator[tuple[int, str, bool]]:
         number += block.count("\n")
 
 
-def python(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Docstrings and comments as prose, other strings of at least four words as messages."""
+def python(text: str, *, tests: bool = False) -> Iterator[tuple[int, str, bool]]:
+    """Docstrings and comments as prose, other strings of at least four words as messages; of tests names instead."""
     docstrings = set()
     for node in ast.walk(ast.parse(text)):  # an expression comes before its value
         if isinstance(node, ast.Expr):
             docstrings.add(id(node.value))
+        elif tests and isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.removeprefix("test_").replace("_", " ") + ".", False
+        elif tests and id(node) not in docstrings:
+            continue
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 3:
             # equations and examples stand apart, indented; so do tables
             kept = node.value
@@ -160,9 +164,9 @@ def readability() -> Iterator[str]:
 
 
 def files() -> list[Path]:
-    """Every page and every file of the package."""
+    """Every page and every file of the package and its tests."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    return sorted([*pages, *(ROOT / "residua").rglob("*.py")])
+    return sorted([*pages, *(ROOT / "residua").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def test_each_habit_in_a_page_is_a_finding(
     assert len(list(prose.findings(tmp_path / "page.md"))) == count
 
 
-def test_docstrings_comments_and_messages_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstrings_comments_messages_and_test_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     source = (
         '"""A file that is no module."""\n\nx = 1  # beside the point\nraise ValueError(f"{x} is no valid number")\n'
@@ -37,6 +37,9 @@ def test_docstrings_comments_and_messages_are_read(tmp_path: Path, monkeypatch: 
     )
     (tmp_path / "code.py").write_text(source)
     assert sorted(finding.line for finding in prose.findings(tmp_path / "code.py")) == [1, 3, 4, 6]
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "code.py").write_text(f"{source}\n\ndef test_a_row_beside_it():\n    pass\n")
+    assert sorted(finding.line for finding in prose.findings(tmp_path / "tests" / "code.py")) == [1, 3, 6, 12]
 
 
 NAV = """nav:
