@@ -1,4 +1,4 @@
-"""Every test runs on one thread and from one seed; Triton kernels run in its interpreter unless told not to."""
+"""Every test runs on one thread and from one seed; Triton kernels run in its interpreter by default."""
 
 import atexit
 import gc
@@ -55,7 +55,7 @@ def _seed() -> None:
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
-    # `_seed` comes after fixtures that several tests share: without this they would depend on what ran before
+    # `_seed` comes after fixtures that several tests share: without this they would depend on earlier tests
     if fixturedef.scope != "function":
         import torch
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # torch's loggers of single artifacts are silent unless asked for, and pytest would attach itself to each, six times
+    # torch's loggers of single artifacts are silent by default, and pytest would attach itself to each, six times
     # a test
     for name, logger in logging.root.manager.loggerDict.items():
         if ".__" in name and isinstance(logger, logging.Logger):

@@ -41,7 +41,7 @@ class Disk:
 
 
 class _File:
-    """A file open for writing; a failing write leaves half of what it was given."""
+    """A file open for writing; a failing write leaves half of its data."""
 
     def __init__(self, file: Any, path: str, disk: Disk) -> None:
         self._file, self._path, self._disk = file, path, disk
@@ -66,7 +66,7 @@ class _File:
 
 @contextmanager
 def failing(disk: Disk) -> Iterator[None]:
-    """Route what Residua writes with in this process through `disk`."""
+    """Route the file operations of Residua in this process through `disk`."""
     real_open, real_save, real_fsync, real_os_open = io.open, storage.save_file, os.fsync, os.open
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:

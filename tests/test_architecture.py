@@ -30,7 +30,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Every statement that can run, also inside functions: all but what only type checkers read."""
+    """Every statement that can run, also inside functions: all except those that only type checkers read."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()

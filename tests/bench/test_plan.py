@@ -108,7 +108,7 @@ def test_group_speed_follows_its_links_or_network_cards() -> None:
     assert machine.group(16, 1).ring(160e9) == pytest.approx(1 + 2e-3)
     assert machine.group(2, 8).ring(20e9) == pytest.approx(1 + 2e-3)
     assert machine.group(2, 8).hop(20e9) == pytest.approx(1 + 1e-3)
-    # of what 16 ranks exchange, half leaves the node
+    # half of the exchange among 16 ranks leaves the node
     assert machine.group(16, 1).exchange(40e9) == pytest.approx(1 + 1e-3)
     assert machine.group(1, 1).ring(1e9) == machine.group(1, 1).exchange(1e9) == 0.0
 
@@ -163,7 +163,7 @@ def test_tensor_and_context_traffic_follows_the_equations() -> None:
     # gather and reduce around 24 sublayers and the two ends, forward and backward, half of [tokens, C] each
     assert tensor.tensor == micro * 25 * 4 * (tokens * width * 2 / 2)
     context = found(plans, context=2, data=1).sent
-    # keys and values of half the tokens go on once forward, and with their gradients once backward
+    # keys and values of half the tokens are passed on once forward, and with their gradients once backward
     assert context.context == micro * 12 * 3 * (2 * tokens / 2 * width * 2)
     assert (tensor.context, context.tensor) == (0, 0)
     assert found(plans, data=2).sent.tensor == 0

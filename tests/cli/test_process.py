@@ -12,7 +12,7 @@ import pytest
 from residua.cli.process import SHOW_WARNINGS
 from residua.files import UNFINISHED
 
-# A verb of our own in place of another: it writes a folder as all of them do, and waits inside.
+# A test verb in place of another: it writes a folder like all of them, and waits inside.
 WRITER = """
 import signal, sys, time
 from pathlib import Path
@@ -85,6 +85,6 @@ def test_only_warnings_of_other_libraries_are_hidden(shown: bool) -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, without what would change how warnings are shown."""
+    """This process's environment, without variables that change how warnings are shown."""
     kept = {key: value for key, value in os.environ.items() if key not in (SHOW_WARNINGS, "PYTHONWARNINGS")}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

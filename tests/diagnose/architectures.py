@@ -53,7 +53,7 @@ def types() -> list[str]:
 
 
 def configuration(kind: str) -> Any:
-    """A tiny configuration: the known sizes, for the keys that the class has, and what this architecture needs."""
+    """A tiny configuration: the known sizes, for the keys of the class, and the required keys of this architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return _shrunk(CONFIG_MAPPING[kind], NEEDED.get(kind, {}))
@@ -100,7 +100,7 @@ def build(kind: str, seed: int = 0) -> Any:
 
 
 def rows(seed: int = 1) -> Tensor:
-    """Sequences that begin with `FIRST`, one token longer than what a model is shown."""
+    """Sequences that begin with `FIRST`, one token longer than the input of a model."""
     drawn = torch.randint(FIRST + 1, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     drawn[:, 0] = FIRST
     return drawn

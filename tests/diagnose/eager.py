@@ -15,7 +15,7 @@ STEPS, RATE, ENOUGH = 20, 0.1, 0.8
 
 
 class Eager:
-    """One pass: the loss; by layer, what it is given and returns, its attention maps and the experts it chooses."""
+    """One pass: the loss; by layer, its input and output, its attention maps and the chosen experts."""
 
     def __init__(self, model: Any, sample: Sample, suspect: str | None = None) -> None:
         self.tokens, self.width = sample.tokens, int(model.config.get_text_config(decoder=True).hidden_size)
@@ -61,7 +61,7 @@ class Eager:
                 return
 
     def _suspect(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """A part is silent if it returns zeros, or exactly what it was given to add to."""
+        """A part is silent if it returns zeros, or exactly the state it should add to."""
         y = output[0] if isinstance(output, tuple) else output
         self.zero = not y.any()
         self.silent = self.zero or any(
@@ -95,14 +95,14 @@ class Eager:
                 self.choices[n] = y.topk(self.chosen, -1).indices
 
     def load(self, n: int, experts: int) -> Tensor:
-        """The share of the choices that each expert of a layer got; not a number where no router says."""
+        """The share of the choices that each expert of a layer got; NaN where no router reports it."""
         if n not in self.choices:
             return torch.full((experts,), float("nan"), dtype=torch.float64)
         counts = torch.bincount(self.choices[n].flatten(), minlength=experts)[:experts].double()
         return counts / counts.sum()
 
     def outlier(self, dimension: int) -> set[str]:
-        """A dimension that is far above the rest in what the layers are given; with streams, in one of them."""
+        """A dimension that is far above the rest in the layers' inputs; with streams, in one of them."""
         if not self.sizes:
             return set()
         sizes, shares = (torch.stack([pair[n] for pair in self.sizes.values()]).mean(0) for n in (0, 1))

@@ -1,4 +1,4 @@
-"""Diagnoses made from formulas: no model is trained or run, and every section of the page has something to show."""
+"""Diagnoses made from formulas: no model is trained or run, and every section of the page has content."""
 
 import math
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ def text() -> Sample:
 
 
 def examine(kind: str) -> dict[str, Any]:
-    """One row of the table: what was compared, what was found, what was not measured and why."""
+    """One row of the table: comparisons, findings, and metrics not measured, with reasons."""
     sample = text()
     model = architectures.build(kind)
     row: dict[str, Any] = {"class": type(model).__name__}
@@ -80,7 +80,7 @@ def again(model: Any, kind: str) -> Any:
 
 
 def compare(subject: HuggingFaceSubject, truth: Eager, sample: Sample) -> dict[str, Any]:
-    """The largest differences, relative to the size of what is compared."""
+    """The largest differences, relative to the size of the compared values."""
     seen = subject.observe(sample.tokens, sample.targets)
     found: dict[str, Any] = {"loss": abs(seen.loss - truth.loss) / truth.loss, "layers": subject.layers}
     first = {n: next(s.index for s in subject.sites if s.layer == n) for n in range(subject.layers)}
@@ -106,7 +106,7 @@ def relative(found: Tensor, true: Tensor) -> float:
 
 
 def attention_error(sums: Any, maps: list[Tensor] | None) -> float:
-    """The largest difference of what a key receives, the entropy and the learned sink, as means over queries."""
+    """The largest difference of the attention to a key, the entropy and the learned sink, as means over queries."""
     if not maps:
         return float("nan")
     weights = torch.cat(maps, 1).double()
@@ -159,7 +159,7 @@ def listed_layers(skipped: Sequence[str], start: str) -> set[int]:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a row: differences beyond rounding, defects missed, defects that are not there."""
+    """Problems of a row: differences beyond rounding, missed defects, false alarms."""
     found = [key for key in COMPARED if (value := row.get(key)) is not None and not value <= TOLERANCE]
     measured, maps = row.get("attention_layers", (0, 0))
     if measured < maps and not any(reason.startswith("Attention metrics") for reason in row["skipped"]):
@@ -169,7 +169,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The measurement as a page of the documentation: what is exact, and what is missing for which architectures."""
+    """The measurement as a page of the documentation: exact metrics, and missing ones by architecture."""
     rows: dict[str, dict[str, Any]] = results["architectures"]
     measured = {kind: row for kind, row in rows.items() if "loss" in row}
     refused = {kind: row["refused"] for kind, row in rows.items() if "refused" in row}

@@ -1,4 +1,4 @@
-"""An ablation removes exactly what it names, and afterwards the model is as before."""
+"""An ablation removes exactly what it names, and afterwards the model is unchanged."""
 
 from typing import Any
 

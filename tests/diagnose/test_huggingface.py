@@ -57,7 +57,7 @@ def test_structure_states_and_outputs_are_found(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     seen = subject.observe(TOKENS, TOKENS)
-    for k in range(len(subject.sites)):  # what a sublayer reads plus its output is what the next one reads
+    for k in range(len(subject.sites)):  # the input of a sublayer plus its output is the input of the next
         torch.testing.assert_close(seen.states[k] + seen.outputs[k], seen.states[k + 1], rtol=1e-4, atol=1e-5)
 
 

@@ -103,7 +103,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_summing_a_batch_never_synchronizes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A diagnosis on a GPU once waited 700 times in each batch. What is kept of the first batch may be copied."""
+    """A diagnosis on a GPU once waited 700 times in each batch. Records of the first batch may be copied."""
     model = planted.control(
         topology={"kind": "multi_gate", "streams": 3},
         attention={"kind": "softmax", "heads": 4, "gate": "elementwise"},
@@ -256,7 +256,9 @@ def test_attention_sinks_and_entropy_match_definition(additive: Case) -> None:
             assert place.attention == pytest.approx(float(alpha[..., place.position].mean()), rel=1e-10)
         value = seen[f"attention.{facts.layer}.value"].transpose(1, 2)
         y = model.sublayers[2 * facts.layer].body.out((weights @ value).transpose(1, 2).flatten(-2))
-        torch.testing.assert_close(y, seen[f"sublayer.{2 * facts.layer}.output"])  # the taps are what attention used
+        torch.testing.assert_close(
+            y, seen[f"sublayer.{2 * facts.layer}.output"]
+        )  # the taps hold the values that attention used
 
 
 def test_depth_weights_of_attention_residuals_match_definition() -> None:

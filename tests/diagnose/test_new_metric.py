@@ -120,7 +120,7 @@ def test_new_metric_accepts_only_findings_of_its_own_kind() -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The example of docs/reference/diagnosis.md as a file that seems to lie in residua/diagnose/metrics/."""
+    """The example of docs/reference/diagnosis.md as a file that appears to be in residua/diagnose/metrics/."""
     (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "documented.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])

@@ -1,4 +1,4 @@
-"""`residua.diagnose.taps` records what a model publishes, by name."""
+"""`residua.diagnose.taps` records the published tensors of a model, by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Small runs that one process and several ranks must train alike."""
+"""Small runs that one process and several ranks must train identically."""
 
 from typing import Any
 

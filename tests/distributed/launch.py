@@ -43,7 +43,7 @@ class Started:
     """Kept: the ranks of a job lose their store with it."""
 
     def wait(self, limit: float = LIMIT) -> str:
-        """Wait for its end and return what it printed; fails after `limit` seconds."""
+        """Wait for its end and return its output; fails after `limit` seconds."""
         self.process.join(limit)
         assert self.process.exitcode is not None, f"still running after {limit:.0f} s: {self.said()}"
         return self.said()
@@ -80,7 +80,7 @@ def start(
 
 
 def launch(ranks: int, module: str, *arguments: Any, again: bool = False) -> None:
-    """Run a job to its end; a rank that fails fails the test with what it printed.
+    """Run a job to its end; a rank that fails fails the test with its output.
 
     `again`: start once more if a rank dies by a segmentation fault. It was seen once in gloo's own thread
     (`pt_gloo_runloop`), in a process that makes many groups in turn.
@@ -165,7 +165,7 @@ def _fork(
     place: Path | None = None,
 ) -> Started:  # fmt: skip
     forked = _fork_server()
-    # a daemon ends with pytest, but may not have children: the agent of torchrun is none
+    # a daemon ends with pytest, but may not have children: the agent of torchrun is not one
     daemon = store is not None
     process = forked.Process(target=_run, args=(variables, output, module, arguments, place), daemon=daemon)
     process.start()
@@ -174,7 +174,7 @@ def _fork(
 
 @cache
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """A process that has imported what ranks need. It skips missing modules, and gets the path of the tests."""
+    """A process that has imported the modules of ranks. It skips missing modules, and gets the path of the tests."""
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Counts the bytes of live CPU tensors, and what a rank holds at most while it builds its share of a model."""
+"""Counts the bytes of live CPU tensors, and the peak of a rank while it builds its share of a model."""
 
 import weakref
 from typing import Any

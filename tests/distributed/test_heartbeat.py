@@ -192,7 +192,7 @@ def test_other_nodes_name_a_dead_rank_after_the_store_is_gone(job: Any, capsys: 
 
 
 def test_a_terminated_rank_first_names_a_dead_one(job: Any, capsys: Any) -> None:
-    """As torchrun asks all when one has died; it kills those that have not ended after 30 seconds."""
+    """torchrun asks all ranks to end when one has died; it kills those that have not ended after 30 seconds."""
     simulated = job(3)
     for heart in simulated.alive.values():
         heart.patience = 600

@@ -71,7 +71,7 @@ def test_run_resumes_on_two_one_then_two_ranks_with_one_curve(ranks: Ranks, reci
 
 @pytest.mark.nightly
 def test_divided_experts_are_saved_as_one_model_and_resume_alone(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks with different experts save shards. One process reads and trains them on, as if it had made them."""
+    """Two ranks with different experts save shards. One process reads them and continues, as if it had saved them."""
     mixture = ["model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.top_k=2", "model.ffn.hidden=16"]
     off = ["train.telemetry=off", "train.balance.weight=1", "train.steps=2"]
     small = ranks.recipe = ranks.recipe.override([*mixture, *off])
@@ -135,7 +135,7 @@ def test_death_during_a_save_keeps_the_previous_checkpoint(ranks: Ranks, gate: P
 
 
 def test_only_the_leader_reports_a_refusal(ranks: Ranks) -> None:
-    """The others outlast it: if another rank ended first, torchrun would end rank 0 before it could say anything."""
+    """The others outlast it: if another rank ended first, torchrun would end rank 0 before it could print anything."""
     ranks.run.mkdir()
     (ranks.run / "mine.txt").touch()
     ranks.start(2, "parallel.data=2", hesitates=1.5, beat=0.5)
@@ -168,7 +168,7 @@ def test_hanging_rank_is_named_and_the_others_end_in_time(ranks: Ranks) -> None:
     ids=["a shard", "metrics"],
 )
 def test_full_disk_is_reported_once_and_keeps_checkpoints(ranks: Ranks, full: list[Any], path: str) -> None:
-    """Whichever rank cannot write, rank 0 says so and the others end in silence."""
+    """Whichever rank cannot write, rank 0 reports it and the others end silently."""
     ranks.start(2, "parallel.shard=2", full=full, beat=0.25)
     said = ranks.wait()
     spoken = re.findall(r"residua: .*", "\n".join(said))

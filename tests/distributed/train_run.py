@@ -122,7 +122,7 @@ def die(mark: Path, rank: int, after: int, by: str = "SIGKILL", patience: float 
 
 
 def main(spec: Path) -> None:
-    """`spec`: a JSON file with the configuration file, the run's folder, changes, and what goes wrong."""
+    """`spec`: a JSON file with the configuration file, the run's folder, changes, and faults."""
     torch.set_num_threads(1)
     if "MEETING" in os.environ:  # see `launch.nodes`
         os.environ |= {"MASTER_PORT": os.environ["MEETING"], "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -1,4 +1,4 @@
-"""A rank in the tests of equality: trains each case and gathers on rank 0 what is compared."""
+"""A rank in the tests of equality: trains each case and gathers the compared values on rank 0."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -106,7 +106,7 @@ def orthogonalised() -> AbstractContextManager[list[int]]:
 
 
 def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
-    """Train a case; rank 0 returns what all saw.
+    """Train a case; rank 0 returns the records of all.
 
     `parallel` has keys of `[parallel]` and a few that belong elsewhere, which are popped here.
     """

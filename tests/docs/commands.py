@@ -1,4 +1,4 @@
-"""The commands of the documentation and of the help texts, and what of them cannot be run in a test."""
+"""The commands of the documentation and of the help texts, and reasons why some cannot be run in a test."""
 
 import importlib.util
 import re
@@ -111,7 +111,7 @@ def _helps(name: str, command: Any) -> Iterator[tuple[str, str]]:
 
 
 def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
-    """The verb and its parameters, as the command line reads them; raises what it would refuse."""
+    """The verb and its parameters, as the command line reads them; raises its refusals."""
     command: Any = typer.main.get_command(app)
     context, names = command.make_context("residua", list(arguments)), []
     while hasattr(command, "resolve_command"):

@@ -190,7 +190,7 @@ def test_studies_are_compared_on_their_common_variants(results: ModuleType, root
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| mgr", "| mgr2"]
     assert rows[2].split(" | ")[1] == "-0.0568 [-0.0693, -0.0442]" and rows[3].split(" | ")[1] == "—"
     assert [float(row.split(" | ")[2].split()[0]) for row in rows[2:]] == pytest.approx([-0.1, -0.2], abs=1e-3)
-    # whatever the order of the studies, lines go from few layers to many; with one depth there is no picture
+    # for any order of the studies, lines go from few layers to many; with one depth there is no picture
     assert "gains over 2 depths" in made_of(results, root, "mini-39m beside deep")[1]["mini-39m-depths.svg"]
     text, files = made_of(results, root, "rates beside mini-39m")
     assert "rates-depths.svg" not in files and "rates-depths.svg" not in text

@@ -79,7 +79,7 @@ class World:
         shutil.copy(self.run / "tokenizer.json", self.model)
 
     def supply(self, folder: Path, command: Command) -> None:
-        """Put what the command reads into the folder, unless an earlier command made it."""
+        """Put the inputs of the command into the folder, unless an earlier command made it."""
         words = command.words
         for before, word in zip(("", *words), words, strict=False):
             path = folder / word

@@ -24,7 +24,7 @@ def labelled(record: Record) -> Record:
 
 
 def spelled(*names: str) -> Callable[[Record], Record]:
-    """Every choice under a key of its own."""
+    """Every choice under a separate key."""
     return lambda record: dict(zip(names, record["choices"], strict=True))
 
 

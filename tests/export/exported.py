@@ -16,7 +16,7 @@ VOCABULARY = 257
 
 
 def trained_like(config: ModelConfig) -> Decoder:
-    """A model none of whose parameters is at its start, where many say nothing: gates shut, queries and maps zero."""
+    """A model with parameters away from their initial values, where many have no effect: closed gates, zero queries."""
     model = residua.build(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -32,7 +32,7 @@ def run(tmp_path_factory) -> Path:
 
 
 class Hub:
-    """Stands for the client of the Hub and keeps what it is asked to do."""
+    """A stand-in for the client of the Hub that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -18,7 +18,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
 
 @pytest.fixture(scope="module", params=["tokenizer_config.json", "files of their own"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory) -> Path:
-    """A tiny Qwen 3 for chats; its template and the names of its tokens lie in one place or in the other."""
+    """A tiny Qwen 3 for chats; its template and the names of its tokens are in one file or in the other."""
     path: Path = tmp_path_factory.mktemp("model") / "hf"
     saved(path, "Qwen3", vocab_size=300, head_dim=16, num_hidden_layers=1, eos_token_id=259)
     tokenizer = Tokenizer.bytes()

@@ -23,7 +23,7 @@ DYNAMIC = ({0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("le
 
 
 class Logits(nn.Module):
-    """What docs/export.md shows: an output that is one tensor."""
+    """As in docs/export.md: an output that is one tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An export in a serving engine: a stand-in does with the model what vLLM's and SGLang's Transformers backends do."""
+"""An export in a serving engine: a stand-in treats the model like vLLM's and SGLang's Transformers backends."""
 
 from pathlib import Path
 from typing import Any

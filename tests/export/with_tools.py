@@ -112,7 +112,7 @@ def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def hidden_states(folder: Path, home: Path) -> None:
-    """One state per layer and the final one; embedded tokens give what tokens give, also in `generate`."""
+    """One state per layer and the final one; embedded tokens give the same as tokens, also in `generate`."""
     tokens, logits = expected(folder)
     model = opened(folder)
     output = model(tokens, output_hidden_states=True, use_cache=False)

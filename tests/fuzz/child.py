@@ -24,7 +24,7 @@ ROOM = 6
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended: its exit status (negative: the signal that ended it) and what it printed."""
+    """How a command ended: its exit status (negative: the signal that ended it) and its output."""
 
     code: int
     output: str

@@ -156,7 +156,7 @@ STRUCTURED: dict[str, Mutation] = {
 
 
 def mutate(path: Path, chance: random.Random) -> str:
-    """Damage a file in its place; returns what was done."""
+    """Damage a file in place; returns a description."""
     if chance.random() < 0.04:
         path.unlink()
         if chance.random() < 0.5:

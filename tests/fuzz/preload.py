@@ -1,4 +1,4 @@
-"""Imports what the commands need, once, before cases are forked."""
+"""Imports the modules of the commands once, before cases are forked."""
 
 import gc
 import importlib

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fuzz(*arguments: object) -> None:
-    """In a process of its own: cases are forked, which a process that has trained cannot do."""
+    """In a separate process: cases are forked, which a process that has trained cannot do."""
     command = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
     variables = {
         **environment(TRITON_INTERPRET=1),

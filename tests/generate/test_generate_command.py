@@ -28,7 +28,7 @@ Generate = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def generate(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Generate:
-    """`residua generate` of the run, or of another folder: the status, and what it printed."""
+    """`residua generate` of the run, or of another folder: the status and the output."""
     return lambda *arguments, folder=run: (residua(monkeypatch, "generate", folder, *arguments), *capsys.readouterr())
 
 

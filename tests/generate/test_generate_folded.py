@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def generating(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that generators were made of."""
+    """The models that generators were built from."""
     models: list[nn.Module] = []
     make = Generator.__init__
 

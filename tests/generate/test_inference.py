@@ -359,7 +359,7 @@ def test_graph_of_other_mixers_generates_like_plain_steps(engine: str, tables: d
 
 @pytest.mark.gpu
 def test_two_captured_models_do_not_interfere() -> None:
-    """One is captured between two replays of the other, on a stream of its own."""
+    """One is captured between two replays of the other, on a separate stream."""
     built = [place(model({"kind": "multi_gate"}, **WIDE), torch.device("cuda"), "float32") for _ in range(2)]
     plain, replayed = ([Generator(b, Tokenizer.bytes(), engine=e) for b in built] for e in ("eager", "graph"))
     prompts = ["abc", "d", "ef"]  # more rows than whole layers in one launch take

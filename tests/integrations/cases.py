@@ -1,4 +1,4 @@
-"""Small runs that torchtitan's ranks and one process of Residua must train alike."""
+"""Small runs that torchtitan's ranks and one process of Residua must train identically."""
 
 from pathlib import Path
 from typing import Any

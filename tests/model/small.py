@@ -14,7 +14,7 @@ VOCABULARY = 23
 
 
 def small(**tables: Any) -> ModelConfig:
-    """Three layers of width 16 over 23 tokens, whatever `tables` do not say otherwise."""
+    """Three layers of width 16 over 23 tokens, unless `tables` say otherwise."""
     base = {
         "vocab_size": VOCABULARY,
         "context": 8,

@@ -45,7 +45,7 @@ OWN = {
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """RESIDUA_PLUGINS names the page's files; afterwards they are unregistered."""
     folder = tmp_path_factory.mktemp("plugins")
-    forget()  # what a test of ranks registered
+    forget()  # registered by a test of ranks
     files = [folder / name for name in page_plugins()]
     for file, code in zip(files, page_plugins().values(), strict=True):
         file.write_text(code, encoding="utf-8")
@@ -246,7 +246,7 @@ def test_quantize_smooths_plugin_norms(own: Path, run: Path, tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_export_copies_plugin_files(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
-    """The exporter runs what it wrote, without Residua, and compares the logits."""
+    """The exporter runs its output, without Residua, and compares the logits."""
     out = tmp_path / "exported"
     assert residua(monkeypatch, "export", run, "--out", out) == 0
     code = {file.name: file.read_text(encoding="utf-8") for file in out.glob("*.py")}

@@ -170,7 +170,7 @@ def test_an_inactive_clip_equals_additive() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_depth_mixing_is_token_local(name: str) -> None:
-    """One token alone gives what it gives inside a sequence: decoding needs no depth cache."""
+    """One token alone gives the same as inside a sequence: decoding needs no depth cache."""
     topology = random_topology(SMALL[name], 8, 34)
     x, y = embedding_and_outputs(8, 34, length=4)
     together = drive(topology, x, y)

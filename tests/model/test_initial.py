@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def unfilled(config: ModelConfig) -> Decoder:
-    """Built without memory and made real as NaN."""
+    """Built without memory and materialised as NaN."""
     with torch.device("meta"):
         model = residua.build(config)
     model.to_empty(device="cpu")
@@ -91,7 +91,7 @@ def test_multi_gate_initial_beta_matches_its_formula(layers: int, n: int, gate: 
 
 
 def test_initial_beta_at_the_papers_sizes_is_as_published() -> None:
-    """S, M and L with four competitive streams, and what the printed independent formula gives instead."""
+    """S, M and L with four competitive streams, and the values of the printed independent formula."""
     lerping = [2 * layers - 3 for layers in (12, 24, 36)]
     assert [round(multigate.intended_beta(n), 4) for n in lerping] == [0.0474, 0.0324, 0.0262]
     printed = [1 / (1 + math.exp(multigate.initial_bias(n, 4))) for n in lerping]

@@ -147,7 +147,7 @@ def values(annotation: Any, now: Any) -> Iterator[Any]:
 
 
 def optional_keys(choice: type[Frozen]) -> Table:
-    """The table of a kind, with a number for every key that it asks for."""
+    """The table of a kind, with a number for every required key."""
     needed = {key: 2 for key, field in choice.model_fields.items() if field.is_required()}
     return needed if "kind" not in choice.model_fields else needed | {"kind": kind_of(choice)}
 

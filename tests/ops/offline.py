@@ -31,7 +31,7 @@ MULTIPROCESSORS = 132
 
 
 class Kernels:
-    """What is compiled: reports each kernel once, with what it needs."""
+    """The compiled kernels: reports each once, with its resources."""
 
     def __init__(self, usage: bool) -> None:
         self.binaries, self.usage, self.began = set[bytes](), usage, time.perf_counter()
@@ -55,7 +55,7 @@ def spills(binary: bytes) -> str:
 
 
 def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]:
-    """Compile what the cases launch; returns those that failed."""
+    """Compile the kernels of the cases; returns those that failed."""
     kernels = Kernels(usage)
     AbsentGPU(int(gpu.removeprefix("sm_")), MULTIPROCESSORS, MOST_SHARED[gpu], kernels.report).install()
     failed = []

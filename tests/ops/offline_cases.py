@@ -207,7 +207,7 @@ def gated_delta(dtype: torch.dtype, width: int, key_heads: int, packed: bool, le
 
 
 def convolve_heads(dtype: torch.dtype, width: int, taps: int, packed: bool, length: int = 70) -> None:
-    """With the output norm and gate, which take what it passes on."""
+    """With the output norm and gate, which read its output."""
     segments = torch.zeros(2, length) if packed else None
     made = ops.convolve_heads(draw(2, length, 6 * width, dtype=dtype), draw(taps, 4 * width), 1, 2, segments=segments)
     y = ops.gated_output(made[2], made[3], draw(width))

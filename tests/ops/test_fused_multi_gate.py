@@ -322,7 +322,7 @@ def test_empty_input_gives_no_normed_output_and_zero_gradients():
 
 
 def second_of_a_segment(drawn: list[Tensor], first: list[Tensor]) -> list[list[Tensor]]:
-    """The gradients of a junction whose streams are made again from those before another one, and from its own."""
+    """The gradients of a junction whose streams are recomputed from those before another one, and from its own."""
     streams, f, w1, bias, w2, gain, g_normed, g_after = drawn
     operators = torch.ops.residua
     _, mine, past, _ = operators.multi_gate_forward([streams], *first[1:5], True, EPS, first[5], NORM_EPS)

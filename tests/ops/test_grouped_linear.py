@@ -32,7 +32,7 @@ def test_reference_multiplies_rows_by_their_groups_matrix(sizes: list[int], form
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_grouped_product_equals_the_reference(sizes: list[int]) -> None:
-    """PyTorch runs the same product on a CPU, by a loop of its own."""
+    """PyTorch runs the same product on a CPU, by its own loop."""
     x, weight, ends = random(sum(sizes), 16).float(), random(4, 24, 16, seed=1).float(), ends_of(sizes)
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
     found, expected = (f(*leaves, ends) for f in (grouped_product, reference.grouped_linear))

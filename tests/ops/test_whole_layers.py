@@ -90,7 +90,7 @@ def test_gated_junction_in_two_parts_equals_the_whole_one(device: str, streams: 
 @pytest.mark.parametrize("share", only_nightly([1.0, 0.1, 1e-2, 1e-3, 1e-5], but=[1.0, 1e-3]))
 @pytest.mark.parametrize("device", DEVICES)
 def test_norm_from_dot_products_survives_cancellation(device: str, share: float) -> None:
-    """Two streams and their opposites, all pooled alike: h is `share` of a stream, and so is the update."""
+    """Two streams and their opposites, pooled with equal weights: h is `share` of a stream, and so is the update."""
     layers = some_layers(2, device, "gate", 96, streams=4)
     first, second, rest, y = torch.randn(4, ROWS, 96, device=device)
     s, y, (weight, zero, _) = [first, second, share * rest - first, -second], share * y, layers.vectors.junctions[-1]

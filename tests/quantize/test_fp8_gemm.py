@@ -183,7 +183,7 @@ def test_fp8_checkpoint_agrees_with_its_simulation(
             assert distance < 4e-3, f"{name} {list(module.codes.shape)}: {distance:.1e} from its simulation"
         tokens = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0)).to(where)
         distance = relative(real(tokens), simulated(tokens))
-    # products come out in bf16, and what that moves over an edge of the next grid is a step of E4M3
+    # products are rounded to bf16, which may move a value by one step of the E4M3 grid that follows
     assert distance < 2e-2, f"the logits are {distance:.1e} from the simulation's"
 
 

@@ -115,7 +115,7 @@ def test_transformers_gives_equal_logits_with_static_scales(tmp_path: Path) -> N
     weights = quantize_weights(modules, scheme)
     save_engine(tmp_path / "q", tmp_path, model, weights, scheme.name, peaks)
     theirs = opened_by_transformers(tmp_path / "q").float()
-    model.bfloat16().float()  # as the folder has what is not quantized
+    model.bfloat16().float()  # rounded like the unquantized tensors of the folder
     low = rounded(modules, weights, scheme, {name: static_scale(peak) for name, peak in peaks.items()})
     for name, module in low.items():
         module.weight.data = module.weight.data.bfloat16().float()  # transformers unpacks FP4 into bf16

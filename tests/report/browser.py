@@ -79,7 +79,7 @@ class Opened:
         """The findings of axe-core: rule and element. Skips the test where axe-core is not installed."""
         path = axe_core()
         self.page.evaluate(f"(() => {{ {path.read_text(encoding='utf-8')} }})()")
-        rules = "axe.run({resultTypes: ['violations']})"  # of what is in order one element each is described
+        rules = "axe.run({resultTypes: ['violations']})"  # of passed rules, one element each is described
         found = self.page.evaluate(f"{rules}.then(r => r.violations.flatMap(v => v.nodes.map(n => [v.id, n.html])))")
         return [f"{rule}: {element[:160]}" for rule, element in found]
 
@@ -148,6 +148,6 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(path: Path, **options: Any) -> Iterator[Opened]:
-    """Load a file in a browser of its own and wait until its first plot is drawn."""
+    """Load a file in a separate browser and wait until its first plot is drawn."""
     with running() as found, found.opened(path, **options) as seen:
         yield seen

@@ -43,7 +43,7 @@ def one_of_everything(text: str) -> Page:
 def test_text_passed_by_callers_is_escaped() -> None:
     html = one_of_everything(EVIL).html()
     assert EVIL not in html
-    # What is left between our own scripts holds no foreign element.
+    # The text between our own scripts contains no foreign element.
     assert "<script>alert" not in html and "</b>" not in re.sub(r"<script.*?</script>", "", html, flags=re.S)
 
 

@@ -18,7 +18,7 @@ FACTS = DatasetFacts(
 
 
 def saved_study(ends: dict[str, float], variants: dict[str, list[str]] | None = None, **keys: Any) -> SavedStudy:
-    """Three seeds of each variant with a last loss in `ends`; `variants` say what they are if not what they are called.
+    """Three seeds of each variant with a last loss in `ends`; `variants` define those without a known name.
 
     Variants without a last loss have no run. The seeds agree to 0.001, and differences between variants to 0.0001.
     """

@@ -113,7 +113,7 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
 
 
 def curves(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock and the machine, such as all records of the times of ranks."""
+    """The metrics without fields that depend on the clock and the machine, such as records of the times of ranks."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] != "ranks"]
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 

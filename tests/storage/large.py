@@ -28,7 +28,7 @@ def write_llama(folder: Path, **sizes: int) -> int:
 
 
 def peak(step: Callable[[], Any]) -> int:
-    """The bytes of memory that a step takes at most, beyond those before it."""
+    """The peak memory of a step in bytes, beyond that before it."""
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
     step()

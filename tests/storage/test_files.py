@@ -18,7 +18,7 @@ from residua.storage.tensors import check_header, read_tensors, save_tensors
 
 
 def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:
-    for name in ("out", ".unfinished-out"):  # the second is what a killed writer left
+    for name in ("out", ".unfinished-out"):  # the second is the leftover of a killed writer
         (tmp_path / name).mkdir()
     (tmp_path / ".unfinished-out" / "half").write_text("half")
     with atomic_folder(tmp_path / "out") as folder:

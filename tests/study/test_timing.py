@@ -45,7 +45,7 @@ def chosen(dataset: object) -> Choose:
 
 @dataclass
 class Waiting:
-    """A model that takes made-up seconds for a step."""
+    """A model with a made-up step time."""
 
     config: RunConfig
     step: Callable[[], float]
@@ -88,7 +88,7 @@ class Timed:
         return self.seconds * (2.0 if kind == "multi_gate" else 1.0)
 
     def time(self, **changes: object) -> list[str]:
-        """Time what is not timed yet; returns which kinds of models were."""
+        """Run missing timings; returns the kinds of models that were timed."""
         before = len(self.calls)
         config = self.config.model_copy(update=changes)
         TimingMeasurement(config, self.out).measure(self.plan, Console(quiet=True))
@@ -139,7 +139,7 @@ def test_sequential_study_is_timed_only_on_request(timed: Timed) -> None:
 def test_only_missing_damaged_or_changed_timings_are_repeated(timed: Timed) -> None:
     assert timed.time() == ONE_SESSION and timed.time() == []
     timed.forget("mgr")  # as if the study had been stopped between the two
-    assert timed.time() == ONE_SESSION  # in turns with the baseline
+    assert timed.time() == ONE_SESSION  # in turn with the baseline
     (timed.out / "timings" / "prenorm.json").write_text("{")
     assert timed.time() == ONE_SESSION
     models = timed.plan.models.items()

@@ -191,7 +191,7 @@ def test_chosen_rates_survive_settings_of_later_versions() -> None:
 def test_trials_are_compared_on_text_that_all_of_them_read(chosen: Choose, out: Path, dataset: Dataset) -> None:
     study = chosen()
     plan = make_plan(study, out, dataset)
-    for trial in plan.trials:  # on all of the text the order is another, but some were validated on a part alone
+    for trial in plan.trials:  # on all of the text the order is another, but some were validated only on a part
         final = {"loss": 1.0 + abs(trial.rate - 0.5), "bits_per_byte": 1.0, "tokens": 100}
         write_run(trial, loss, final=None if trial.rate == 1.0 else final)
     assert {rate.variant: rate.chosen for rate in choose_rates(study, plan, {})} == BEST

@@ -57,7 +57,7 @@ class Lab:
         return end.value.exit_code
 
     def refuse(self, sentence: str | None, *changes: str, error: type[Exception] = ValueError, **settings: Any) -> str:
-        """A run that ends with this error, and what the error says."""
+        """A run that ends with this error and this message."""
         with pytest.raises(error, match=sentence) as refused:
             self.train(*changes, **settings)
         return str(refused.value)

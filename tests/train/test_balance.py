@@ -232,7 +232,7 @@ def test_the_bias_evens_out_the_load_without_a_loss(mixture: RunConfig) -> None:
 
 @pytest.mark.gpu
 def test_compiled_hybrid_mixture_learns_like_its_reference() -> None:
-    """All in bfloat16: first losses differ by rounding; later ones by what the optimizer makes of that."""
+    """All in bfloat16: first losses differ by rounding; later ones by the effect of the optimizer on that."""
     config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
     given = [batch(16, seed) for seed in range(20)]
 

@@ -213,7 +213,7 @@ def test_unsupported_low_precision_combinations_are_refused(config: RunConfig, c
 
 
 def test_device_with_wrong_fp8_products_counts_as_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU its operands are on the GPU: a scale left on the CPU once made every GPU count as without."""
+    """On a GPU its operands are on the GPU: a scale left on the CPU once made every GPU count as lacking FP8."""
     assert low_precision.multiplies(CPU)
     operands, exact = [], low_precision.on_hardware
     for wrong in (1.05, float("nan")):

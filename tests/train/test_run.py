@@ -1,4 +1,4 @@
-"""The files of a finished run, and what it prints."""
+"""The files of a finished run, and its output."""
 
 import io
 import json

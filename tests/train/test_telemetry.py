@@ -177,7 +177,7 @@ def test_tenfold_growth_within_a_tenth_of_a_run_is_reported_once(config: RunConf
 
 
 def telemetry(folder: Path) -> list[dict[str, Any]]:
-    """The records, without what depends on the clock."""
+    """The records, without fields that depend on the clock."""
     records = telemetry_of(read_metrics(folder / "metrics.jsonl"))
     return [{key: value for key, value in record.items() if key not in ("took", "seconds")} for record in records]
 

@@ -47,7 +47,7 @@ def trained(attention: dict[str, Any], layers: int) -> tuple[Differentiated, Dif
 
 @pytest.fixture
 def fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the operator in question runs fused: the others have tests of their own."""
+    """Only the operator in question runs fused: the others have separate tests."""
     monkeypatch.setattr(ops.norm_rotate, "_serves", lambda *_, **__: True)
 
 
