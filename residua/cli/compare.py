@@ -155,6 +155,7 @@ def compare(
     residua compare study.toml --results docs/results/wiki.json
     residua compare docs/results/wiki.json
     residua compare small.json large.json --out runs/page
+    residua compare first-machine.json second-machine.json --results both.json
 
     Ctrl-C saves and stops; the same command continues. Complete runs are reused.
     """
@@ -175,8 +176,7 @@ def compare(
     }  # fmt: skip
     chosen = {key: value for key, value in options.items() if value is not None}
     if what and all(word.endswith(".json") for word in what):
-        ignored = [*chosen, *["from"] * bool(start), *["results"] * bool(results)]
-        _show([Path(word) for word in what], out, console, ignored)
+        _show([Path(word) for word in what], out, results, console, ignored=[*chosen, *["from"] * bool(start)])
         return
 
     from residua.cli.compare_study import resolve_study
@@ -207,19 +207,26 @@ def _remembered(folder: Path, console: Console) -> Path | None:
     return path if there else None
 
 
-def _show(files: list[Path], out: Path | None, console: Console, options: list[str]) -> None:
-    """Print the tables of results files, several as one study; with --out, also write its page there."""
+def _show(files: list[Path], out: Path | None, results: Path | None, console: Console, ignored: list[str]) -> None:
+    """Print the tables of results files, several as one study; write its page to `out` and its file to `results`."""
     from residua.files import refuse_used
     from residua.study.extend_study import unite
     from residua.study.page import show_saved
     from residua.study.tables import print_study
 
-    if options:
-        ignored = options[0].replace("_", "-")
-        raise UserError(f"{files[0]} holds results, which can only be shown: --{ignored} has no effect.")
+    if ignored:
+        option = ignored[0].replace("_", "-")
+        raise UserError(f"{files[0]} holds results, which can only be shown: --{option} has no effect.")
     if out is not None:
         refuse_used(out)
-    print_study(console, show_saved(unite(files), out))
+    if results is not None and results.exists():
+        raise UserError(f"{results} exists: name a new file for the joined results.")
+    whole = unite(files)
+    if results is not None:
+        whole.write(results)
+    print_study(console, show_saved(whole, out))
+    if results is not None:
+        say(console, f"\nAll {len(whole.runs)} runs are in {results}")
     if out is not None:
         say(console, f"\nReport: {(out / 'report.html').resolve()}")
 

@@ -226,7 +226,15 @@ def unite(files: Sequence[Path]) -> SavedStudy:
     whole = SavedStudy.read(files[0])
     for path in files[1:]:
         whole = _united(whole, files[0], SavedStudy.read(path), path)
-    return whole
+    distinct: list[dict[str, Any]] = []
+    runs = []
+    for run in whole.runs:
+        environment = whole.environments[run.environment]
+        if environment not in distinct:
+            distinct.append(environment)
+        runs.append(run.model_copy(update={"environment": distinct.index(environment)}))
+    commands = tuple(dict.fromkeys(whole.commands))
+    return whole.model_copy(update={"commands": commands, "environments": tuple(distinct), "runs": tuple(runs)})
 
 
 def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> SavedStudy:
@@ -254,7 +262,7 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
     size_of = {model.size: model.parameters for model in models.values() if model.variant == study.baseline}
     sizes = sorted({*before.sizes, *study.sizes}, key=lambda size: size_of.get(size, 0))
     config = _union_of(before, study) | {
-        "name": f"{before.name}+{study.name}",
+        "name": before.name if before.name == study.name else f"{before.name}+{study.name}",
         "scaling": {"sizes": sizes} if len(sizes) > 1 else None,
         "tune": before.tune if before.tune == study.tune else None,
     }

@@ -27,7 +27,7 @@ from residua.study.tables import cells, markdown
 from residua.study.timing import StepTiming
 from residua.study.verdicts import answer, joint_sentence, verdict
 from tests.faults import Disk, failing
-from tests.study.conftest import changed, choose
+from tests.study.conftest import changed, choose, printed, refusal
 from tests.study.recorded import write_all, write_run
 
 pytestmark = pytest.mark.slow
@@ -188,6 +188,11 @@ def test_sizes_and_budgets_are_fitted_by_one_law(
     united = unite(halves).result()
     assert united.joint == result.joint and united.projected == result.projected
     assert united.sizes == list(SIZES) and unite([halves[0], halves[0]]).result().sizes == list(SIZES[:1])
+    both = tmp_path / "both.json"
+    assert f"All {len(plan.runs)} runs are in {both}" in printed(*halves, "--results", both)
+    saved = SavedStudy.read(both)
+    assert saved.result() == united and len(saved.runs) == len(plan.runs) and len(saved.environments) == 1
+    assert refusal(*halves, "--results", both) == f"{both} exists: name a new file for the joined results."
     other = SavedStudy.read(halves[1]).model_copy(update={"fingerprint": "another"})
     other.write(halves[1])
     with pytest.raises(ConfigError, match="fingerprint"):
