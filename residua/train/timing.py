@@ -156,21 +156,26 @@ def time_step(
     `started` is called after the first step.
     """
     device = trained.device
-    step = partial(trained, random_batches(config), RATE)
-    begin = time.perf_counter()
-    step()
-    synchronize(device)
-    first = time.perf_counter() - begin
-
+    step, first = first_step(trained, config)
     started()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # before graph capture: replays allocate nothing
     for _ in range(warmup):
         step()
     seconds = time_each(step, steps, device)
     totals = trained.totals()
     memory = peak_memory_gib(device) if device.type == "cuda" else None
     return TimedStep(first, seconds, memory, totals.loss / totals.steps)
+
+
+def first_step(trained: Step, config: RunConfig) -> tuple[Callable[[], None], float]:
+    """A step on random tokens that has run once, and the seconds that took."""
+    step = partial(trained, random_batches(config), RATE)
+    begin = time.perf_counter()
+    step()
+    synchronize(trained.device)
+    first = time.perf_counter() - begin
+    if trained.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(trained.device)  # before graph capture: replays allocate nothing
+    return step, first
 
 
 def random_batches(config: RunConfig) -> list[Batch]:

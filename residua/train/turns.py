@@ -11,21 +11,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from residua.config.run import RunConfig
 from residua.errors import UserError
 from residua.machine import TooLarge, out_of_memory, python_environment
 from residua.report.failure import last_words
 from residua.train.step import Step
-from residua.train.timing import RATE, peak_memory_gib, random_batches, synchronize, time_each
+from residua.train.timing import first_step, peak_memory_gib, time_each
 
 ANSWER = "ANSWER "
 PATIENCE = 5.0
@@ -87,13 +83,7 @@ def take_turns(build: Callable[[], Step], config: RunConfig, warmup: int) -> Non
     with no_memory() as problem:
         trained = build()
         device = trained.device
-        step = partial(trained, random_batches(config), RATE)
-        begin = time.perf_counter()
-        step()
-        synchronize(device)
-        first = time.perf_counter() - begin
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        step, first = first_step(trained, config)
         time_each(step, warmup, device)
 
     def peak() -> float | None:
