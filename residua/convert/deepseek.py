@@ -9,18 +9,15 @@ from typing import Any, ClassVar
 import torch
 
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, register
+from residua.convert.family import Family
 from residua.convert.kimi import Latent
 from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
 from residua.convert.positions import write_positions
 
 
-@register
-class DeepseekV3(Latent):
+class DeepseekV3(Latent, model_type="deepseek_v3"):
     """DeepSeek-V3, Kimi K2, Moonlight: latent attention, sigmoid scores, a choice among groups of experts."""
 
-    model_type = "deepseek_v3"
-    architecture = "DeepseekV3ForCausalLM"
     DEFAULTS = Latent.DEFAULTS | {
         "kv_lora_rank": 512,
         "q_lora_rank": 1536,
@@ -64,12 +61,9 @@ class DeepseekV3(Latent):
         return Reordered(rows, None, factor)
 
 
-@register
-class DeepseekV2(DeepseekV3):
+class DeepseekV2(DeepseekV3, model_type="deepseek_v2"):
     """DeepSeek-V2 and V2-Lite: latent attention, softmax scores, a choice among groups of experts if switched on."""
 
-    model_type = "deepseek_v2"
-    architecture = "DeepseekV2ForCausalLM"
     ROUTER = "softmax_scores"
     ABSENT = ("rope_interleave",)
     DEFAULTS = DeepseekV3.DEFAULTS | {

@@ -98,12 +98,6 @@ MISSING = {
 """The parts of a `model_type` that Residua lacks, and the closest supported family."""
 
 
-def register(family: type[Family]) -> type[Family]:
-    """Register a family under its `model_type`."""
-    FAMILIES[family.model_type] = family
-    return family
-
-
 def is_known(model_type: object) -> bool:
     """Whether a `model_type` names a family; a config.json may hold anything there."""
     return isinstance(model_type, str) and model_type in FAMILIES
@@ -180,7 +174,10 @@ def shared_names(block: str) -> Names:
 
 
 class Family:
-    """A family with Llama's layout: subclass it and override what differs."""
+    """A family with Llama's layout: subclass it and override what differs.
+
+    A subclass with a `model_type` is registered under it, and has the name of transformers' class.
+    """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
@@ -253,6 +250,11 @@ class Family:
 
     LAYOUTS: ClassVar[dict[str, Layout]] = {}
     """Name suffix → layout, for parameters whose tensors in the folder are not simply their rows."""
+
+    def __init_subclass__(cls, model_type: str | None = None) -> None:
+        if model_type is not None:
+            FAMILIES[model_type] = cls
+            cls.model_type, cls.architecture = model_type, vars(cls).get("architecture", f"{cls.__name__}ForCausalLM")
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
         """A config.json with its keys renamed to the usual ones."""

@@ -9,14 +9,14 @@ import torch
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, alike, register
+from residua.convert.family import Family, Names, alike
 from residua.convert.layouts import Layout, Reordered
 from residua.convert.llama import Olmo2, scaled_queries
 from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
 from residua.errors import UserError
 
 
-class Gemma(Family):
+class AnyGemma(Family):
     """The base of all Gemmas: embeddings times √width, gains stored minus one, GeGLU."""
 
     less_one = True
@@ -37,26 +37,22 @@ class Gemma(Family):
         return super().attention(keys) | {"softcap": keys.get("attn_logit_softcapping")}
 
 
-@register
-class Gemma1(Gemma):
+class Gemma(AnyGemma, model_type="gemma"):
     """Gemma: embeddings times √width, gains stored less one, GeGLU."""
-
-    model_type = "gemma"
-    architecture = "GemmaForCausalLM"
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         act = keys["hidden_act"]  # in the first releases, "gelu" means the tanh approximation
         return super().feed_forward(keys | {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act})
 
 
-class SandwichGemma(Gemma):
+class SandwichGemma(AnyGemma):
     """The base of Gemma 2 to 4: norms on both sides of a sublayer, and windows in several layers."""
 
     WINDOWS = ("sliding_window", "layer_types")
-    TABLES = Gemma.TABLES | {"placement": "both"}
+    TABLES = AnyGemma.TABLES | {"placement": "both"}
     ATTENTION = Olmo2.ATTENTION
     FEED_FORWARD = Olmo2.FEED_FORWARD | {"norm.weight": ("pre_feedforward_layernorm.weight",)}
-    DEFAULTS = Gemma.DEFAULTS | {
+    DEFAULTS = AnyGemma.DEFAULTS | {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
@@ -76,12 +72,9 @@ class SandwichGemma(Gemma):
         }
 
 
-@register
-class Gemma2(SandwichGemma):
+class Gemma2(SandwichGemma, model_type="gemma2"):
     """Gemma 2: norms on both sides of a sublayer, windows in every other layer, capped scores and logits."""
 
-    model_type = "gemma2"
-    architecture = "Gemma2ForCausalLM"
     DEFAULTS = SandwichGemma.DEFAULTS | {
         "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
@@ -93,16 +86,13 @@ class Gemma2(SandwichGemma):
         return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
 
 
-@register
-class Gemma3(SandwichGemma):
+class Gemma3(SandwichGemma, model_type="gemma3_text"):
     """Gemma 3, text only: QK-norm, and another rotary base in the layers with a window."""
 
-    model_type = "gemma3_text"
-    architecture = "Gemma3ForCausalLM"
     QK_NORM = "rms"
     DEFAULTS = SandwichGemma.DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
     # transformers' eager attention caps scores, but its default attention ignores the key
-    UNKNOWN = Gemma.UNKNOWN | {"attn_logit_softcapping": ()}
+    UNKNOWN = AnyGemma.UNKNOWN | {"attn_logit_softcapping": ()}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return read_layered_positions(keys, self.DEFAULTS["rope_theta"], keys["rope_local_base_freq"])
@@ -116,15 +106,12 @@ class Gemma3(SandwichGemma):
         return shift, _score_factor({**self.DEFAULTS, **keys}) if name.endswith("qk_norm.query") else scale
 
 
-@register
-class Gemma4(SandwichGemma):
+class Gemma4(SandwichGemma, model_type="gemma4_text"):
     """Gemma 4, text only: wider heads in layers without a window, normed values, a factor on the sum after each layer.
 
     Sizes with per-layer inputs (E2B, E4B) or with experts (26B-A4B) are refused.
     """
 
-    model_type = "gemma4_text"
-    architecture = "Gemma4ForCausalLM"
     less_one = False
     QK_NORM = "rms_qkv"
     TABLES = SandwichGemma.TABLES | {"topology": {"kind": "layer_factor"}}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import PLAIN, Family, Rule, alike, register
+from residua.convert.family import PLAIN, Family, Rule, alike
 from residua.convert.layouts import Layout, Ones, Reordered, Transposed, by_head, turned_order
 from residua.convert.positions import FULL, turned_width
 from residua.errors import UserError
@@ -41,24 +41,18 @@ class PlainFeedForwards(LayerNormed):
         return re.fullmatch(r"\w+\.(h|layers)\.\d+\.(attn|attention)\.(masked_)?bias", tensor) is not None
 
 
-@register
-class Olmo(LayerNormed):
+class Olmo(LayerNormed, model_type="olmo"):
     """OLMo 1: LayerNorm without parameters; models that clip queries, keys and values are refused."""
 
-    model_type = "olmo"
-    architecture = "OlmoForCausalLM"
     NORM = LayerNormed.NORM | {"parameters": "none"}
     BIAS = ("attention_bias", "all")
     ABSENT = ("layer_norm_eps",)
     UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
 
 
-@register
-class Starcoder2(PlainFeedForwards):
+class Starcoder2(PlainFeedForwards, model_type="starcoder2"):
     """StarCoder 2: LayerNorm, plain feed-forwards, biases unless switched off, a window in every layer or none."""
 
-    model_type = "starcoder2"
-    architecture = "Starcoder2ForCausalLM"
     EPS = "norm_epsilon"
     BIAS = ("use_bias", "all")
     WINDOWS = ("sliding_window",)
@@ -77,11 +71,9 @@ class Starcoder2(PlainFeedForwards):
         return super().feed_forward(keys) | {"bias": keys["use_bias"]}
 
 
-@register
-class GPT2(PlainFeedForwards):
+class GPT2(PlainFeedForwards, model_type="gpt2"):
     """GPT-2: LayerNorm, learned positions and no others, plain feed-forwards, biases everywhere."""
 
-    model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     BODY = "transformer."
     LAYERS = "h"
@@ -126,12 +118,9 @@ class GPT2(PlainFeedForwards):
         return super().keys(config) | {"max_position_embeddings": places, "n_ctx": config.context}
 
 
-@register
-class GPTNeoX(PlainFeedForwards):
+class GPTNeoX(PlainFeedForwards, model_type="gpt_neox"):
     """GPT-NeoX and Pythia: LayerNorm, parallel sublayers unless switched off, heads that turn in part, biases."""
 
-    model_type = "gpt_neox"
-    architecture = "GPTNeoXForCausalLM"
     BODY = "gpt_neox."
     BIAS = ("attention_bias", "all")
     partial = True
@@ -204,12 +193,9 @@ class SharedNorm(Family):
     TABLES = Family.TABLES | {"topology": {"kind": "parallel"}}
 
 
-@register
-class Phi(SharedNorm, PlainFeedForwards):
+class Phi(SharedNorm, PlainFeedForwards, model_type="phi"):
     """Phi 1 to 2: parallel sublayers with one LayerNorm, heads that turn in part, biases, also on logits."""
 
-    model_type = "phi"
-    architecture = "PhiForCausalLM"
     partial = True
     DEFAULTS = LayerNormed.DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}
     UNKNOWN = Family.UNKNOWN | {"qk_layernorm": (False,), "tie_word_embeddings": (False,)}
@@ -229,12 +215,9 @@ class Phi(SharedNorm, PlainFeedForwards):
             yield HeadWithBias(rule.ours, rule.shape, ("lm_head.weight", "lm_head.bias"), (), also=norm)
 
 
-@register
-class Cohere(SharedNorm, LayerNormed):
+class Cohere(SharedNorm, LayerNormed, model_type="cohere"):
     """Command R: parallel sublayers with one LayerNorm without a bias, a factor on logits; QK-norm is refused."""
 
-    model_type = "cohere"
-    architecture = "CohereForCausalLM"
     interleaved = True
     BIAS = ("attention_bias", "all")
     NORM = LayerNormed.NORM | {"parameters": "gain"}
@@ -250,12 +233,9 @@ class Cohere(SharedNorm, LayerNormed):
         return 0.0, ({**self.DEFAULTS, **keys}["logit_scale"] if name == "norm.weight" else 1.0)
 
 
-@register
-class Cohere2(Cohere):
+class Cohere2(Cohere, model_type="cohere2"):
     """Command R7B and A: Command R with windows in three of four layers, and no positions in the others."""
 
-    model_type = "cohere2"
-    architecture = "Cohere2ForCausalLM"
     WINDOWS = ("sliding_window", "layer_types")
     ABSENT = ("head_dim",)
     DEFAULTS = Cohere.DEFAULTS | {"rope_theta": 10_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
@@ -284,12 +264,9 @@ class NormedRows(Layout):
         return (parameter * (self.eps / (1 - square).clamp(min=1e-8)).sqrt()).float()
 
 
-@register
-class NanoChat(Family):
+class NanoChat(Family, model_type="nanochat"):
     """nanochat: norms without gains, also on embedded tokens, squared ReLU, capped logits."""
 
-    model_type = "nanochat"
-    architecture = "NanoChatForCausalLM"
     ACTS = PLAIN
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, expert_names, register, shared_names
+from residua.convert.family import Family, Names, expert_names, shared_names
 from residua.convert.layouts import Layout
 from residua.convert.mixture import SigmoidMixture
 from residua.convert.positions import FULL
@@ -122,12 +122,9 @@ class Latent(SigmoidMixture):
         return names | {"body.project.weight": ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")}
 
 
-@register
-class KimiLinear(Latent):
+class KimiLinear(Latent, model_type="kimi_linear"):
     """Kimi Linear: delta and latent attention without positions, sigmoid scores, dense first layers."""
 
-    model_type = "kimi_linear"
-    architecture = "KimiLinearForCausalLM"
     MIXERS = (choices.LatentAttention, choices.KimiDelta)
     OTHER = LINEAR
     EXPERTS = ("num_local_experts",)

@@ -10,7 +10,7 @@ import torch
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import LongRope
-from residua.convert.family import Family, register
+from residua.convert.family import Family
 from residua.convert.layouts import ROWS, Layout, Reordered
 from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
 from residua.errors import UserError
@@ -26,12 +26,9 @@ def scaled_queries(config: ModelConfig, factor: float) -> Layout:
     return ROWS if factor == 1 else Reordered(every, None, torch.tensor([factor, 1.0]).repeat_interleave(rows))
 
 
-@register
-class Llama(Family):
+class Llama(Family, model_type="llama"):
     """Llama 1 to 3: pre-norm, SwiGLU, grouped-query attention; optional biases."""
 
-    model_type = "llama"
-    architecture = "LlamaForCausalLM"
     BIAS = ("attention_bias", "all")
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -41,22 +38,15 @@ class Llama(Family):
         return super().keys(config) | {"mlp_bias": isinstance(config.ffn, choices.DenseChoice) and config.ffn.bias}
 
 
-@register
-class Ministral(Family):
+class Ministral(Family, model_type="ministral"):
     """Ministral: Mistral with a window in the layers that `layer_types` names."""
 
-    model_type = "ministral"
-    architecture = "MinistralForCausalLM"
     WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096}
 
 
-@register
-class Mistral(Ministral):
+class Mistral(Ministral, model_type="mistral"):
     """Mistral: Llama with a window in every layer, or none; with `layer_types`, in some layers."""
-
-    model_type = "mistral"
-    architecture = "MistralForCausalLM"
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
@@ -65,12 +55,9 @@ class Mistral(Ministral):
         return keys
 
 
-@register
-class Ministral3(Family):
+class Ministral3(Family, model_type="ministral3"):
     """Ministral 3: Mistral whose queries grow with their position in long texts."""
 
-    model_type = "ministral3"
-    architecture = "Ministral3ForCausalLM"
     WINDOWS = ("sliding_window",)
     DEFAULTS = Family.DEFAULTS | {
         "rms_norm_eps": 1e-5,
@@ -99,12 +86,9 @@ class Ministral3(Family):
         return keys | {"rope_parameters": table}
 
 
-@register
-class SeedOss(Llama):
+class SeedOss(Llama, model_type="seed_oss"):
     """Seed-OSS: biases on queries, keys and values, and on the output if switched on."""
 
-    model_type = "seed_oss"
-    architecture = "SeedOssForCausalLM"
     DEFAULTS = Family.DEFAULTS | {"head_dim": 128, "attention_bias": True}
 
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -118,12 +102,9 @@ class SeedOss(Llama):
         return super().keys(config) | {"attention_bias": bias != "none", "attention_out_bias": bias == "all"}
 
 
-@register
-class SmolLM3(Llama):
+class SmolLM3(Llama, model_type="smollm3"):
     """SmolLM 3: Llama whose `no_rope_layers`, every fourth by default, have no positions."""
 
-    model_type = "smollm3"
-    architecture = "SmolLM3ForCausalLM"
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {
         "rope_theta": 2_000_000.0,
@@ -145,12 +126,9 @@ class SmolLM3(Llama):
         return super().keys(config) | {"no_rope_layers": [int(layer not in still) for layer in range(config.layers)]}
 
 
-@register
-class Phi3(Family):
+class Phi3(Family, model_type="phi3"):
     """Phi 3 and 4: packed projections, heads that may turn in part, a window in every layer or none."""
 
-    model_type = "phi3"
-    architecture = "Phi3ForCausalLM"
     partial = True
     WINDOWS = ("sliding_window",)
     DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
@@ -170,12 +148,9 @@ class Phi3(Family):
         return keys
 
 
-@register
-class Glm(Family):
+class Glm(Family, model_type="glm"):
     """GLM 4 of 2024: packed feed-forwards."""
 
-    model_type = "glm"
-    architecture = "GlmForCausalLM"
     partial = interleaved = True
     BIAS = ("attention_bias", "qkv")
     DEFAULTS = Family.DEFAULTS | {
@@ -188,12 +163,9 @@ class Glm(Family):
     FEED_FORWARD = Phi3.FEED_FORWARD
 
 
-@register
-class Glm4(Glm):
+class Glm4(Glm, model_type="glm4"):
     """GLM 4 of 2025: norms on both sides of a sublayer."""
 
-    model_type = "glm4"
-    architecture = "Glm4ForCausalLM"
     TABLES = Glm.TABLES | {"placement": "both"}
     ATTENTION = Family.ATTENTION | {"after.weight": ("post_self_attn_layernorm.weight",)}
     FEED_FORWARD = Glm.FEED_FORWARD | {"after.weight": ("post_mlp_layernorm.weight",)}
@@ -209,32 +181,23 @@ class Qwen(Family):
         return bool(layer >= keys["max_window_layers"])
 
 
-@register
-class Qwen2(Qwen):
+class Qwen2(Qwen, model_type="qwen2"):
     """Qwen 2 and 2.5: biases on queries, keys and values."""
 
-    model_type = "qwen2"
-    architecture = "Qwen2ForCausalLM"
     BIAS = (None, "qkv")
 
 
-@register
-class Qwen3(Qwen):
+class Qwen3(Qwen, model_type="qwen3"):
     """Qwen 3: QK-norm, heads of a width of their own, no biases unless switched on."""
 
-    model_type = "qwen3"
-    architecture = "Qwen3ForCausalLM"
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms"
     DEFAULTS = Qwen.DEFAULTS | {"head_dim": 128}
 
 
-@register
-class Olmo2(Family):
+class Olmo2(Family, model_type="olmo2"):
     """OLMo 2: norms on the sublayers' outputs, and QK-norm over all heads together."""
 
-    model_type = "olmo2"
-    architecture = "Olmo2ForCausalLM"
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms_all"
     TABLES = Family.TABLES | {"placement": "output"}
@@ -243,12 +206,9 @@ class Olmo2(Family):
     FEED_FORWARD = Family.FEED_FORWARD | {"after.weight": ("post_feedforward_layernorm.weight",)}
 
 
-@register
-class Olmo3(Olmo2):
+class Olmo3(Olmo2, model_type="olmo3"):
     """OLMo 3: OLMo 2 with windows in three of four layers, whose positions are not scaled."""
 
-    model_type = "olmo3"
-    architecture = "Olmo3ForCausalLM"
     WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS = Olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
 
@@ -264,12 +224,9 @@ class Olmo3(Olmo2):
         return keys | write_layered_positions(keys, config.softmax, keys["rope_parameters"]["rope_theta"])
 
 
-@register
-class Exaone4(Family):
+class Exaone4(Family, model_type="exaone4"):
     """EXAONE 4: norms on outputs, QK-norm of each head; with windows, the layers without one have no positions."""
 
-    model_type = "exaone4"
-    architecture = "Exaone4ForCausalLM"
     QK_NORM = "rms"
     WINDOWS = ("sliding_window", "layer_types")
     TABLES = Olmo2.TABLES
@@ -320,9 +277,5 @@ class Factors(Family):
         return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
 
 
-@register
-class Granite(Factors, Llama):
+class Granite(Factors, Llama, model_type="granite"):
     """Granite 3: factors on embedding, scores, residuals and logits, which go into the weights."""
-
-    model_type = "granite"
-    architecture = "GraniteForCausalLM"

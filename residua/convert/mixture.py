@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, expert_names, register, shared_names
+from residua.convert.family import Family, Names, expert_names, shared_names
 from residua.convert.layouts import Layout, Stacked, TransposedStacks
 from residua.convert.llama import Factors, Olmo2
 from residua.errors import UserError
@@ -47,12 +47,9 @@ class Mixture(Family):
         }
 
 
-@register
-class Mixtral(Mixture):
+class Mixtral(Mixture, model_type="mixtral"):
     """Mixtral: Mistral with experts, whose chosen weights sum to one."""
 
-    model_type = "mixtral"
-    architecture = "MixtralForCausalLM"
     DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "norm_topk_prob": True}
     ABSENT = ("norm_topk_prob",)
     EXPERTS = ("num_local_experts",)
@@ -60,12 +57,9 @@ class Mixtral(Mixture):
     FEED_FORWARD = NORM | expert_names("block_sparse_moe", ("w1", "w3", "w2"))
 
 
-@register
-class GraniteMoe(Factors, Mixture):
+class GraniteMoe(Factors, Mixture, model_type="granitemoe"):
     """Granite 3 MoE: the same factors, and experts whose chosen weights sum to one."""
 
-    model_type = "granitemoe"
-    architecture = "GraniteMoeForCausalLM"
     DEFAULTS = Factors.DEFAULTS | {"norm_topk_prob": True}
     ABSENT = ("norm_topk_prob",)
     EXPERTS = ("num_local_experts",)
@@ -79,12 +73,9 @@ class GraniteMoe(Factors, Mixture):
         return Stacked(config.ffn.experts) if ".experts." in name else super().layout(name, config, keys)
 
 
-@register
-class GptOss(Mixture):
+class GptOss(Mixture, model_type="gpt_oss"):
     """gpt-oss: sinks, windows in every other layer, biases of experts and router, a clamped activation."""
 
-    model_type = "gpt_oss"
-    architecture = "GptOssForCausalLM"
     BIAS = ("attention_bias", "all")
     WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {
@@ -127,12 +118,9 @@ class GptOss(Mixture):
         return super().layout(name, config, keys)
 
 
-@register
-class Qwen3Moe(Mixture):
+class Qwen3Moe(Mixture, model_type="qwen3_moe"):
     """Qwen 3 MoE: experts in every layer."""
 
-    model_type = "qwen3_moe"
-    architecture = "Qwen3MoeForCausalLM"
     BIAS = ("attention_bias", "all")
     WINDOWS = ("use_sliding_window", "sliding_window")
     QK_NORM = "rms"
@@ -141,24 +129,18 @@ class Qwen3Moe(Mixture):
     UNKNOWN = Family.UNKNOWN | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
-@register
-class Olmoe(Mixture):
+class Olmoe(Mixture, model_type="olmoe"):
     """OLMoE: pre-norm, QK-norm over all heads together, weights of experts that need not sum to one."""
 
-    model_type = "olmoe"
-    architecture = "OlmoeForCausalLM"
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms_all"
     DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
     UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
 
 
-@register
-class FlexOlmo(Mixture):
+class FlexOlmo(Mixture, model_type="flex_olmo"):
     """FlexOlmo: OLMo 2 with experts, whose weights need not sum to one."""
 
-    model_type = "flex_olmo"
-    architecture = "FlexOlmoForCausalLM"
     BIAS = ("attention_bias", "all")
     QK_NORM = Olmo2.QK_NORM
     TABLES = Olmo2.TABLES
@@ -193,12 +175,9 @@ class SharedExpert(Mixture):
         return keys | {"shared_expert_intermediate_size": max(1, ffn.shared) * ffn.hidden}
 
 
-@register
-class Qwen2Moe(SharedExpert):
+class Qwen2Moe(SharedExpert, model_type="qwen2_moe"):
     """Qwen 2 MoE: experts in every layer and a gated shared one."""
 
-    model_type = "qwen2_moe"
-    architecture = "Qwen2MoeForCausalLM"
     BIAS = ("qkv_bias", "qkv")
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {
@@ -276,12 +255,9 @@ class SigmoidMixture(Mixture):
         }
 
 
-@register
-class Glm4Moe(SigmoidMixture):
+class Glm4Moe(SigmoidMixture, model_type="glm4_moe"):
     """GLM 4.5 and 4.6: experts after the first layers, QK-norm if switched on."""
 
-    model_type = "glm4_moe"
-    architecture = "Glm4MoeForCausalLM"
     partial = True
     BIAS = ("attention_bias", "qkv")
     DEFAULTS = SigmoidMixture.DEFAULTS | {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names, register
+from residua.convert.family import Family, Names
 from residua.convert.kimi import LINEAR, Kernels, hybrid
 from residua.convert.layouts import Layout, Reordered, by_head, turned_order
 from residua.convert.mixture import SharedExpert
@@ -115,12 +115,9 @@ def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -
     return Reordered(ordered, (2 * heads * width, kv * width, kv * width))
 
 
-@register
-class Qwen3Next(GatedHybrid, SharedExpert):
+class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
     """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
 
-    model_type = "qwen3_next"
-    architecture = "Qwen3NextForCausalLM"
     DEFAULTS = GatedHybrid.DEFAULTS | {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
@@ -150,18 +147,11 @@ def _parts_first(heads: int, parts: list[int]) -> Tensor:
     return torch.cat([part.flatten() for part in rows.split(parts, 1)])
 
 
-@register
-class Qwen35(GatedHybrid):
+class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
     """Qwen3.5, text only: gated attention in every fourth layer, the gated delta rule in the others."""
 
-    model_type = "qwen3_5_text"
-    architecture = "Qwen3_5ForCausalLM"
 
-
-@register
-class Qwen35Moe(GatedHybrid, SharedExpert):
+class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
     """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
-    model_type = "qwen3_5_moe_text"
-    architecture = "Qwen3_5MoeForCausalLM"
     DEFAULTS = Qwen3Next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
