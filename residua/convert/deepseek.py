@@ -12,7 +12,6 @@ from residua.config.model import ModelConfig
 from residua.convert.family import Family
 from residua.convert.kimi import Latent
 from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
-from residua.convert.positions import write_positions
 
 
 class DeepseekV3(Latent, model_type="deepseek_v3"):
@@ -33,13 +32,7 @@ class DeepseekV3(Latent, model_type="deepseek_v3"):
         "topk_method": ("noaux_tc",),
         "scoring_func": ("sigmoid",),
     }
-    FREE: ClassVar[tuple[str, ...]] = ("rope_interleave",)
-
-    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
-        latent = config.latent
-        assert latent is not None
-        positions = write_positions(latent.rope_theta, latent.rope_scaling)
-        return super().attention_keys(config) | positions | {"rope_interleave": True}
+    FREE: ClassVar[dict[str, Any]] = {"rope_interleave": True}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         latent = config.latent
@@ -64,7 +57,7 @@ class DeepseekV3(Latent, model_type="deepseek_v3"):
 class DeepseekV2(DeepseekV3, model_type="deepseek_v2"):
     """DeepSeek-V2 and V2-Lite: latent attention, softmax scores, a choice among groups of experts if switched on."""
 
-    ROUTER = "softmax_scores"
+    SETTINGS = DeepseekV3.SETTINGS | {"ffn.router.kind": "softmax_scores"}
     ABSENT = ("rope_interleave",)
     DEFAULTS = DeepseekV3.DEFAULTS | {
         "moe_intermediate_size": 1407,
@@ -81,10 +74,11 @@ class DeepseekV2(DeepseekV3, model_type="deepseek_v2"):
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": ("softmax",),
     }
-    FREE = ()
+    FREE: ClassVar[dict[str, Any]] = {}
 
-    def groups(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().groups(keys) if keys["topk_method"] == "group_limited_greedy" else {}
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        greedy = keys["topk_method"] != "group_limited_greedy"
+        return super().settings(keys) | ({"ffn.router.groups": 1, "ffn.router.top_groups": 1} if greedy else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)

@@ -1,8 +1,9 @@
 """The base class of families of transformers models, and the conversion rules that follow from their declarations.
 
-A family reads its config.json into Residua's tables (`tables`), writes it back (`keys`), and names the tensors that
-each of Residua's parameters consists of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
-by rows. A family refuses settings that Residua does not implement, and names them.
+A family says which keys of config.json hold which of Residua's settings (`HELD_BY`); `settings` reads them and `keys`
+writes them. It names the tensors that each of Residua's parameters consists of (`TOP`, `ATTENTION`, `FEED_FORWARD`):
+parts that Residua has fused are stacked by rows. A family refuses settings that Residua does not implement, and names
+them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -23,11 +25,12 @@ from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_ord
 from residua.convert.positions import (
     FULL,
     SLIDING,
-    WINDOW_KEYS,
     layer_windows,
+    read_layered_positions,
     read_positions,
     turned_width,
     write_positions,
+    write_windows,
 )  # fmt: skip
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
@@ -187,6 +190,8 @@ class Family:
     """Whether rotary positions may turn only a part of each head."""
     interleaved: ClassVar[bool] = False
     """Whether neighbouring elements of a head turn together."""
+    layered: ClassVar[bool] = False
+    """Whether rotary positions differ between layers with and without a window."""
     less_one: ClassVar[bool] = False
     """Whether norm gains are stored minus one."""
     KEYS: ClassVar[type[OpenShape]] = Keys
@@ -196,17 +201,31 @@ class Family:
     ABSENT: ClassVar[tuple[str, ...]] = ()
     """Usual keys that transformers does not read from its config.json."""
 
-    TABLES: ClassVar[dict[str, Any]] = {}
-    """Residua's keys that all models of the family have."""
+    HELD_BY: ClassVar[Names] = {
+        "vocab_size": ("vocab_size",),
+        "context": ("max_position_embeddings",),
+        "layers": ("num_hidden_layers",),
+        "width": ("hidden_size",),
+        "attention.heads": ("num_attention_heads",),
+        "ffn.hidden": ("intermediate_size",),
+        "norm.eps": ("rms_norm_eps",),
+        "init.std": ("initializer_range",),
+        "act": ("hidden_act",),
+        "tied": ("tie_word_embeddings",),
+    }
+    """Our setting → the keys that hold it, of which the first one given counts; null means the value in `SETTINGS`.
+
+    `attention` is softmax attention and `linear` linear attention, also in a hybrid; `act` and `tied` are converted.
+    """
+    SETTINGS: ClassVar[dict[str, Any]] = {"attention.kind": "softmax", "norm.kind": "rmsnorm"}
+    """Our settings in all models of the family, unless a key says otherwise."""
     MIXERS: ClassVar[tuple[type, ...]] = (choices.SoftmaxAttention,)
     """The mixers that its models may have."""
-    BIAS: ClassVar[tuple[str | None, str] | None] = None
-    """The key that turns on attention biases (None: all models have them), and which biases these are."""
+    BIAS: ClassVar[tuple[str, str] | None] = None
+    """The key that turns on attention biases, and which biases these are."""
     QK_NORM: ClassVar[str] = "none"
-    NORM: ClassVar[dict[str, Any]] = {"kind": "rmsnorm"}
-    EPS: ClassVar[str] = "rms_norm_eps"
     WINDOWS: ClassVar[tuple[str, ...]] = ()
-    """The keys in `WINDOW_KEYS` that the family uses."""
+    """The keys of `write_windows` that the family uses."""
     OTHER: ClassVar[str] = SLIDING
     """The name in `layer_types` of layers that are not "full_attention"."""
     EVERY: ClassVar[str] = "sliding_window_pattern"
@@ -223,8 +242,8 @@ class Family:
     """transformers' defaults for keys that a config.json leaves out."""
     UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Keys without a counterpart in Residua, and the values (besides null) with which they have no effect."""
-    FREE: ClassVar[tuple[str, ...]] = ()
-    """Keys whose values `change` folds into the weights, so a model can be written with any value."""
+    FREE: ClassVar[dict[str, Any]] = {}
+    """Keys that are folded into the weights, so that any value can be written, and the values without effect."""
     BODY: ClassVar[str] = "model."
     """The prefix of all tensor names except the head's."""
     LAYERS: ClassVar[str] = "layers"
@@ -291,40 +310,47 @@ class Family:
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Residua's tables from the keys of a config.json, with `DEFAULTS` filled in."""
+        tables: dict[str, Any] = {}
+        for setting, value in self.settings(keys).items():
+            *path, name = setting.split(".")
+            reduce(lambda table, key: table.setdefault(key, {}), path, tables)[name] = value
+        if (linear := tables.pop("linear", None)) is not None:
+            full = [layer for layer, kind in enumerate(self.types(keys)) if kind == FULL]
+            mixed = {"kind": "hybrid", "softmax_layers": full, "softmax": tables["attention"], "linear": linear}
+            if len(full) < keys["num_hidden_layers"]:
+                tables["attention"] = mixed if full else linear
+        return tables
+
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Our settings by path, such as `ffn.hidden`."""
+        held = {}
+        for ours, theirs in self.HELD_BY.items():
+            key = next((key for key in theirs if keys.get(key) is not None), theirs[0])
+            if keys.get(key) is not None or ours not in self.SETTINGS:
+                held[ours] = keys[key]
         return {
-            "vocab_size": keys["vocab_size"],
-            "context": keys["max_position_embeddings"],
-            "layers": keys["num_hidden_layers"],
-            "width": keys["hidden_size"],
-            "attention": self.attention(keys),
-            "ffn": self.feed_forward(keys),
-            "norm": self.NORM | {"eps": keys[self.EPS]},
-            "head": {"kind": "tied" if keys["tie_word_embeddings"] else "untied"},
-            "init": {"std": keys["initializer_range"]},
-            **self.TABLES,
+            "ffn.activation" if self.mixture else "ffn.kind": self.act(held.pop("act")),
+            "head.kind": "tied" if held.pop("tied") else "untied",
+            **self.SETTINGS,
+            **held,
+            **{f"attention.{key}": value for key, value in self.attention(keys).items()},
         }
 
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The table of the attention."""
-        has_bias = self.BIAS is not None and (self.BIAS[0] is None or keys.get(self.BIAS[0]))
+        """The settings of the attention that depend on several keys."""
+        heads = keys["num_attention_heads"]
         table = {
-            "kind": "softmax",
-            "heads": keys["num_attention_heads"],
-            "kv_heads": keys.get("num_key_value_heads") or keys["num_attention_heads"],
-            "head_dim": keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"],
+            "kv_heads": keys.get("num_key_value_heads") or heads,
+            "head_dim": keys.get("head_dim") or keys["hidden_size"] // heads,
             "qk_norm": self.QK_NORM,
             **({} if self.QK_NORM == "none" else {"qk_eps": keys["rms_norm_eps"]}),
-            "bias": self.BIAS[1] if self.BIAS is not None and has_bias else "none",
+            **({} if self.BIAS is None else {"bias": self.BIAS[1] if keys.get(self.BIAS[0]) else "none"}),
             **self.positions(keys),
             **self.window(keys),
         }
         if "window" not in table:
             table.pop("local_rope_theta", None)
         return table
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The table of the feed-forward."""
-        return {"kind": self.act(keys["hidden_act"]), "hidden": keys["intermediate_size"]}
 
     def act(self, name: str) -> str:
         """The kind of feed-forward with this activation."""
@@ -337,7 +363,8 @@ class Family:
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of rotary positions."""
-        positions, still = read_positions(keys, self.DEFAULTS["rope_theta"], partial=self.partial), self.unturned(keys)
+        read = read_layered_positions if self.layered else read_positions
+        positions, still = read(keys, partial=self.partial), self.unturned(keys)
         return positions | ({"unturned_layers": still} if still else {})
 
     def unturned(self, keys: dict[str, Any]) -> list[int]:
@@ -365,37 +392,34 @@ class Family:
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of a config.json, by their usual names; `misfits` checks that they describe the whole model."""
-        return {
-            **{key: values[0] if values else None for key, values in self.UNKNOWN.items()},
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context,
-            "num_hidden_layers": config.layers,
-            "hidden_size": config.width,
-            "intermediate_size": config.ffn.hidden,
-            "hidden_act": {kind: act for act, kind in reversed(self.ACTS.items())}.get(config.ffn.kind, "silu"),
-            self.EPS: config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
-            "tie_word_embeddings": config.head.kind == "tied",
-            "initializer_range": config.init.std,
-            **self.attention_keys(config),
-        }
-
-    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of softmax attention."""
-        attention = config.softmax
-        assert attention is not None
-        positions = write_positions(attention.rope_theta, attention.rope_scaling)
-        if self.partial:
-            positions["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        return {
-            "num_attention_heads": attention.heads,
-            "num_key_value_heads": attention.kv_heads or attention.heads,
-            "head_dim": head_dim(config),
-            **({} if self.BIAS is None or self.BIAS[0] is None else {self.BIAS[0]: attention.bias == self.BIAS[1]}),
-            **{key: WINDOW_KEYS[key](config) for key in self.WINDOWS},
-            **positions,
-        }
+        tables, acts = _settled(config), {kind: act for act, kind in reversed(self.ACTS.items())}
+        mixer = tables.pop("attention")
+        if config.attention.parts:
+            tables |= {"attention": mixer["softmax"], "linear": mixer["linear"]}
+        else:
+            tables["attention" if config.mixers[0].attends else "linear"] = mixer
+        ours = {"norm.eps": self.DEFAULTS["rms_norm_eps"], "init.std": config.init.std} | flat(tables)
+        ours |= {"act": acts.get(config.ffn.kind, "silu"), "tied": config.head.kind == "tied"}
+        keys: dict[str, Any] = {key: values[0] if values else None for key, values in self.UNKNOWN.items()}
+        keys |= {"architectures": [self.architecture], "model_type": self.model_type, **self.FREE}
+        keys["intermediate_size"] = config.ffn.at(0).hidden
+        for setting, theirs in self.HELD_BY.items():
+            if setting.split(".")[0] not in {"attention", "linear"} - tables.keys():
+                keys |= {key: ours.get(setting, keys.get(key)) for key in theirs}
+        softmax, rotary = config.softmax, config.softmax or config.latent
+        if softmax is not None:
+            keys |= {"num_key_value_heads": softmax.kv_heads or softmax.heads, "head_dim": head_dim(config)}
+            keys |= {} if self.BIAS is None else {self.BIAS[0]: softmax.bias == self.BIAS[1]}
+        if rotary is not None and rotary.turned(config.width):
+            positions = write_positions(rotary.rope_theta, rotary.rope_scaling)
+            if self.partial:
+                positions.setdefault("partial_rotary_factor", 1.0)
+            if self.layered:
+                theta = rotary.local_rope_theta or self.DEFAULTS.get("rope_local_base_freq", rotary.rope_theta)
+                positions = {FULL: positions, SLIDING: {"rope_type": "default", "rope_theta": theta}}
+            keys["rope_parameters"] = positions
+        windows = write_windows(config, self.OTHER)
+        return keys | {key: windows[key] for key in self.WINDOWS}
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """`keys` under the family's own names."""
@@ -422,33 +446,57 @@ class Family:
         """Whether all layers of a model have mixers that the family supports."""
         return all(isinstance(mixer, self.MIXERS) for mixer in config.mixers)
 
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+    def change(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> tuple[float, float]:
         """Shift and scale of a parameter's values: ours = (theirs + shift) · scale."""
         gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
-        return float(self.less_one and gain and not name.endswith("body.norm.weight")), 1.0
+        shift = float(self.less_one and gain and not name.endswith("body.norm.weight"))
+        query = name.endswith("qk_norm.query")
+        return shift, self.score_factor(mixer_of(name, config).turned(config.width), keys) if query else 1.0
+
+    def score_factor(self, width: int, keys: Mapping[str, Any]) -> float:
+        """How many times larger their scores are than ours; queries, or the gain of their norm, absorb it."""
+        return 1.0
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         """How their tensors are laid out in a parameter; most are its rows."""
-        if self.partial or self.interleaved:
-            if ".body.project." in name:
-                return Reordered(query_key_order(config, interleaved=self.interleaved))
-            if name.endswith(("qk_norm.query", "qk_norm.key")):
-                return Reordered(turned_order(head_dim(config), turned_width(config), interleaved=self.interleaved))
-        return next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
+        if (known := next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), None)) is not None:
+            return known
+        softmax = mixer_of(name, config) if ".body.project." in name or ".qk_norm." in name else None
+        if not isinstance(softmax, choices.SoftmaxAttention):
+            return ROWS
+        width, kv = softmax.turned(config.width), softmax.kv_heads or softmax.heads
+        order = self.head_order(width, config)
+        if ".qk_norm." in name:
+            return ROWS if order is None else Reordered(order)
+        factor = self.score_factor(width, keys) if self.QK_NORM == "none" else 1.0
+        if order is None and factor == 1:
+            return ROWS
+        values = torch.arange(width)
+        order = values if order is None else order
+        factors = torch.tensor([factor] * softmax.heads + [1.0] * 2 * kv).repeat_interleave(width)
+        rows = by_head((softmax.heads, kv, kv), (order, order, values))
+        return Reordered(rows, factor=None if factor == 1 else factors)
+
+    def head_order(self, width: int, config: ModelConfig) -> Tensor | None:
+        """The order of their elements in a head of queries or keys; None if it is ours."""
+        if not self.partial and not self.interleaved:
+            return None
+        return turned_order(width, turned_width(config), interleaved=self.interleaved)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         """The rule for every parameter of a model, in the model's order; `keys` are those of config.json."""
+        known = self.DEFAULTS | dict(keys)
         with torch.device("meta"), shapes_only():
             model = build(config)
         saved = model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
         for name, parameter in [*model.named_parameters(), *buffers]:
             theirs = self._theirs(name, config) or ()
-            layout = self.layout(name, config, keys)
+            layout = self.layout(name, config, known)
             parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
             if len(theirs) != len(parts):
                 raise UserError(f"parameter {name} has no counterpart in the {self.model_type} layout.")
-            shift, scale = self.change(name, keys)
+            shift, scale = self.change(name, config, known)
             yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale, layout)
 
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
@@ -468,12 +516,15 @@ class Family:
         return self.ATTENTION if config.mixers[layer].attends else self.OTHER_ATTENTION
 
 
-def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor:
-    """Row indices that put their stacked queries, keys and values into our order, with rotated queries and keys."""
-    softmax, width = config.softmax, head_dim(config)
-    assert softmax is not None
-    order, kv = turned_order(width, turned_width(config), interleaved=interleaved), softmax.kv_heads or softmax.heads
-    return by_head((softmax.heads, kv, kv), (order, order, torch.arange(width)))
+def softmax_of(config: ModelConfig) -> choices.SoftmaxAttention:
+    """The softmax attention of a model that has it."""
+    assert config.softmax is not None
+    return config.softmax
+
+
+def mixer_of(name: str, config: ModelConfig) -> choices.Mixer:
+    """The mixer that has a parameter."""
+    return config.mixers[int(name.split(".")[1]) // 2]
 
 
 def _settled(config: ModelConfig) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import torch
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, alike
+from residua.convert.family import Family, Names, alike, softmax_of
 from residua.convert.layouts import Layout, Reordered
-from residua.convert.llama import Olmo2, scaled_queries
-from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
+from residua.convert.llama import Olmo2
+from residua.convert.positions import FULL
 from residua.errors import UserError
 
 
@@ -27,83 +27,61 @@ class AnyGemma(Family):
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
     }
-    UNKNOWN = Family.UNKNOWN | {"use_bidirectional_attention": (False,)}
+    UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (False,)}
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        cap = keys.get("final_logit_softcapping")
-        return super().tables(keys) | {"embed_scale": keys["hidden_size"] ** 0.5, "logit_softcap": cap}
-
-    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().attention(keys) | {"softcap": keys.get("attn_logit_softcapping")}
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().settings(keys) | {"embed_scale": keys["hidden_size"] ** 0.5}
 
 
 class Gemma(AnyGemma, model_type="gemma"):
     """Gemma: embeddings times √width, gains stored less one, GeGLU."""
 
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        act = keys["hidden_act"]  # in the first releases, "gelu" means the tanh approximation
-        return super().feed_forward(keys | {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act})
+    ACTS = AnyGemma.ACTS | {"gelu": "geglu"}  # in the first releases, "gelu" means the tanh approximation
 
 
 class SandwichGemma(AnyGemma):
     """The base of Gemma 2 to 4: norms on both sides of a sublayer, and windows in several layers."""
 
     WINDOWS = ("sliding_window", "layer_types")
-    TABLES = AnyGemma.TABLES | {"placement": "both"}
+    HELD_BY = AnyGemma.HELD_BY | {
+        "act": ("hidden_activation", "hidden_act"),
+        "logit_softcap": ("final_logit_softcapping",),
+    }
+    SETTINGS = AnyGemma.SETTINGS | {"placement": "both", "logit_softcap": None}
     ATTENTION = Olmo2.ATTENTION
     FEED_FORWARD = Olmo2.FEED_FORWARD | {"norm.weight": ("pre_feedforward_layernorm.weight",)}
-    DEFAULTS = AnyGemma.DEFAULTS | {
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-    }
-    FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys | {"hidden_act": keys["hidden_activation"]})
+    DEFAULTS = AnyGemma.DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256}
+    FREE: ClassVar[dict[str, Any]] = {"query_pre_attn_scalar": 256}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
-        return keys | {
-            "hidden_activation": keys["hidden_act"],
-            "query_pre_attn_scalar": keys["head_dim"],
-            "attn_logit_softcapping": None if config.softmax is None else config.softmax.softcap,
-            "final_logit_softcapping": config.logit_softcap,
-        }
+        return keys | {"query_pre_attn_scalar": keys["head_dim"]}
+
+    def score_factor(self, width: int, keys: Mapping[str, Any]) -> float:
+        """transformers divides scores by √query_pre_attn_scalar, Residua by √head_dim."""
+        return float((width / keys["query_pre_attn_scalar"]) ** 0.5)
 
 
 class Gemma2(SandwichGemma, model_type="gemma2"):
     """Gemma 2: norms on both sides of a sublayer, windows in every other layer, capped scores and logits."""
 
+    HELD_BY = SandwichGemma.HELD_BY | {"attention.softcap": ("attn_logit_softcapping",)}
+    SETTINGS = SandwichGemma.SETTINGS | {"attention.softcap": None}
     DEFAULTS = SandwichGemma.DEFAULTS | {
         "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
 
-    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        factor = _score_factor({**self.DEFAULTS, **keys})
-        return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
-
 
 class Gemma3(SandwichGemma, model_type="gemma3_text"):
     """Gemma 3, text only: QK-norm, and another rotary base in the layers with a window."""
 
     QK_NORM = "rms"
+    layered = True
     DEFAULTS = SandwichGemma.DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
     # transformers' eager attention caps scores, but its default attention ignores the key
     UNKNOWN = AnyGemma.UNKNOWN | {"attn_logit_softcapping": ()}
-
-    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return read_layered_positions(keys, self.DEFAULTS["rope_theta"], keys["rope_local_base_freq"])
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"attn_logit_softcapping": None}
-        return keys | write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
-
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        shift, scale = super().change(name, keys)
-        return shift, _score_factor({**self.DEFAULTS, **keys}) if name.endswith("qk_norm.query") else scale
 
 
 class Gemma4(SandwichGemma, model_type="gemma4_text"):
@@ -113,11 +91,12 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
     """
 
     less_one = False
+    layered = True
     QK_NORM = "rms_qkv"
-    TABLES = SandwichGemma.TABLES | {"topology": {"kind": "layer_factor"}}
+    SETTINGS = SandwichGemma.SETTINGS | {"topology.kind": "layer_factor"}
     KEYS_AS_VALUES: ClassVar[Names] = alike("body.project", "self_attn.q_proj", "self_attn.k_proj")
-    FREE = ()
-    ABSENT = ("query_pre_attn_scalar", "attn_logit_softcapping", "rope_scaling")
+    FREE: ClassVar[dict[str, Any]] = {}
+    ABSENT = ("query_pre_attn_scalar", "rope_local_base_freq", "rope_scaling")
     DEFAULTS = SandwichGemma.DEFAULTS | {
         "num_key_value_heads": 4,
         "global_head_dim": 512,
@@ -125,11 +104,12 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
         "attention_k_eq_v": False,
         "sliding_window": 512,
         "hidden_size_per_layer_input": 256,
+        "rope_local_base_freq": 10_000.0,
         "rope_parameters": {
             FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
         },
     }
-    UNKNOWN = Family.UNKNOWN | {
+    UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_bidirectional_attention": (None, "vision"),  # text is causal
         "num_kv_shared_layers": (0,),
         "enable_moe_block": (False,),
@@ -138,9 +118,6 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
 
     def types(self, keys: dict[str, Any]) -> list[str]:
         return [*super().types(keys)[:-1], FULL]  # as transformers does
-
-    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return read_layered_positions(keys, 1_000_000.0, 10_000.0)
 
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
         attention = super().attention(keys)
@@ -165,10 +142,8 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
         return {"head_dim": table["head_dim"], "kv_heads": table["num_key_value_heads"], **values}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, full = super().keys(config), None if config.softmax is None else config.softmax.in_full
-        assert full is not None
+        keys, full = super().keys(config), softmax_of(config).in_full
         return keys | {
-            **write_layered_positions(keys, config.softmax, 10_000.0),
             "global_head_dim": full.head_dim or keys["head_dim"],
             "num_global_key_value_heads": full.kv_heads or full.heads,
             "attention_k_eq_v": full.values == "keys",
@@ -179,21 +154,16 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
         values = isinstance(mixer, choices.SoftmaxAttention) and mixer.values == "projected"
         return self.ATTENTION if values else {**self.ATTENTION, **self.KEYS_AS_VALUES}
 
+    def score_factor(self, width: int, keys: Mapping[str, Any]) -> float:
+        """transformers does not divide scores."""
+        return float(width**0.5)
+
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if name == "topology.factor":
             return Reordered(torch.arange(config.layers), (1,) * config.layers)
-        if not name.endswith("qk_norm.query"):
-            return super().layout(name, config, keys)
-        width = config.mixers[int(name.split(".")[1]) // 2].turned(config.width)
-        return Reordered(torch.arange(width), None, torch.full((width,), width**0.5))  # theirs does not divide scores
+        return super().layout(name, config, keys)
 
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
         if name == "topology.factor":
             return tuple(f"{self.BODY}{self.LAYERS}.{layer}.layer_scalar" for layer in range(config.layers))
         return super()._theirs(name, config)
-
-
-def _score_factor(keys: Mapping[str, Any]) -> float:
-    """transformers divides scores by √query_pre_attn_scalar, Residua by √head_dim; the factor between them."""
-    width = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
-    return float((width / keys["query_pre_attn_scalar"]) ** 0.5)

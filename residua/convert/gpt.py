@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import PLAIN, Family, Rule, alike
-from residua.convert.layouts import Layout, Ones, Reordered, Transposed, by_head, turned_order
+from residua.convert.layouts import Layout, Ones, Reordered, Transposed, turned_order
 from residua.convert.positions import FULL, turned_width
 from residua.errors import UserError
 from residua.ops._runtime.numeric import rms
@@ -20,8 +20,8 @@ from residua.ops._runtime.numeric import rms
 class LayerNormed(Family):
     """LayerNorm in place of RMSNorm."""
 
-    EPS = "layer_norm_eps"
-    NORM = Family.NORM | {"kind": "layernorm", "parameters": "gain_and_bias"}
+    HELD_BY = Family.HELD_BY | {"norm.eps": ("layer_norm_eps",)}
+    SETTINGS = Family.SETTINGS | {"norm.kind": "layernorm", "norm.parameters": "gain_and_bias"}
     DEFAULTS = Family.DEFAULTS | {"layer_norm_eps": 1e-5}
     TOP = Family.TOP | alike("norm", "model.norm")
     ATTENTION = Family.ATTENTION | alike("norm", "input_layernorm")
@@ -31,10 +31,7 @@ class PlainFeedForwards(LayerNormed):
     """Feed-forwards without a gate, and biases everywhere."""
 
     ACTS = PLAIN
-    BIAS: ClassVar[tuple[str | None, str] | None] = (None, "all")
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys) | {"bias": True}
+    SETTINGS = LayerNormed.SETTINGS | {"attention.bias": "all", "ffn.bias": True}
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
         """True for masks that old versions of transformers wrote."""
@@ -44,7 +41,7 @@ class PlainFeedForwards(LayerNormed):
 class Olmo(LayerNormed, model_type="olmo"):
     """OLMo 1: LayerNorm without parameters; models that clip queries, keys and values are refused."""
 
-    NORM = LayerNormed.NORM | {"parameters": "none"}
+    SETTINGS = LayerNormed.SETTINGS | {"norm.parameters": "none"}
     BIAS = ("attention_bias", "all")
     ABSENT = ("layer_norm_eps",)
     UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
@@ -53,7 +50,7 @@ class Olmo(LayerNormed, model_type="olmo"):
 class Starcoder2(PlainFeedForwards, model_type="starcoder2"):
     """StarCoder 2: LayerNorm, plain feed-forwards, biases unless switched off, a window in every layer or none."""
 
-    EPS = "norm_epsilon"
+    HELD_BY = PlainFeedForwards.HELD_BY | {"norm.eps": ("norm_epsilon",), "ffn.bias": ("use_bias",)}
     BIAS = ("use_bias", "all")
     WINDOWS = ("sliding_window",)
     DEFAULTS = Family.DEFAULTS | {
@@ -66,9 +63,6 @@ class Starcoder2(PlainFeedForwards, model_type="starcoder2"):
     FEED_FORWARD = (
         alike("norm", "post_attention_layernorm") | alike("body.up", "mlp.c_fc") | alike("body.out", "mlp.c_proj")
     )
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys) | {"bias": keys["use_bias"]}
 
 
 class GPT2(PlainFeedForwards, model_type="gpt2"):
@@ -93,6 +87,10 @@ class GPT2(PlainFeedForwards, model_type="gpt2"):
         "layer_norm_epsilon": "layer_norm_eps",
     }
     ABSENT = ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling")
+    HELD_BY = PlainFeedForwards.HELD_BY | {
+        "context": ("n_ctx", "max_position_embeddings"),
+        "learned_positions": ("max_position_embeddings",),
+    }
     TOP = alike("norm", "transformer.ln_f") | {
         "embed.weight": ("transformer.wte.weight",),
         "places.weight": ("transformer.wpe.weight",),
@@ -106,16 +104,8 @@ class GPT2(PlainFeedForwards, model_type="gpt2"):
         usual = super().spelled(keys)
         return usual | {"intermediate_size": usual.get("intermediate_size") or 4 * usual.get("hidden_size", 0)}
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        places = keys["max_position_embeddings"]
-        return super().tables(keys) | {"learned_positions": places, "context": keys.get("n_ctx") or places}
-
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {"unturned_layers": list(range(keys["num_hidden_layers"]))}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        places = config.learned_positions or config.context
-        return super().keys(config) | {"max_position_embeddings": places, "n_ctx": config.context}
 
 
 class GPTNeoX(PlainFeedForwards, model_type="gpt_neox"):
@@ -147,8 +137,8 @@ class GPTNeoX(PlainFeedForwards, model_type="gpt_neox"):
         | alike("body.out", "mlp.dense_4h_to_h")
     )
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | ({"topology": {"kind": "parallel"}} if keys["use_parallel_residual"] else {})
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().settings(keys) | ({"topology.kind": "parallel"} if keys["use_parallel_residual"] else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         return super().keys(config) | {"use_parallel_residual": config.topology.kind == "parallel"}
@@ -187,16 +177,11 @@ class HeadWithBias(Rule):
         return dict(zip(self.theirs, (parameter, parameter.new_zeros(len(parameter))), strict=True))
 
 
-class SharedNorm(Family):
-    """Parallel sublayers that share one norm; Residua has a norm for each."""
-
-    TABLES = Family.TABLES | {"topology": {"kind": "parallel"}}
-
-
-class Phi(SharedNorm, PlainFeedForwards, model_type="phi"):
+class Phi(PlainFeedForwards, model_type="phi"):
     """Phi 1 to 2: parallel sublayers with one LayerNorm, heads that turn in part, biases, also on logits."""
 
     partial = True
+    SETTINGS = PlainFeedForwards.SETTINGS | {"topology.kind": "parallel"}
     DEFAULTS = LayerNormed.DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}
     UNKNOWN = Family.UNKNOWN | {"qk_layernorm": (False,), "tie_word_embeddings": (False,)}
     TOP = Family.TOP | alike("norm", "model.final_layernorm")
@@ -215,22 +200,19 @@ class Phi(SharedNorm, PlainFeedForwards, model_type="phi"):
             yield HeadWithBias(rule.ours, rule.shape, ("lm_head.weight", "lm_head.bias"), (), also=norm)
 
 
-class Cohere(SharedNorm, LayerNormed, model_type="cohere"):
+class Cohere(LayerNormed, model_type="cohere"):
     """Command R: parallel sublayers with one LayerNorm without a bias, a factor on logits; QK-norm is refused."""
 
     interleaved = True
     BIAS = ("attention_bias", "all")
-    NORM = LayerNormed.NORM | {"parameters": "gain"}
+    SETTINGS = LayerNormed.SETTINGS | {"norm.parameters": "gain", "topology.kind": "parallel"}
     DEFAULTS = LayerNormed.DEFAULTS | {"rope_theta": 500_000.0, "tie_word_embeddings": True, "logit_scale": 0.0625}
     UNKNOWN = Family.UNKNOWN | {"use_qk_norm": (False,)}
-    FREE = ("logit_scale",)
+    FREE: ClassVar[dict[str, Any]] = {"logit_scale": 1.0}
     FEED_FORWARD = LayerNormed.FEED_FORWARD | {"norm.weight": ("input_layernorm.weight",)}
 
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"logit_scale": 1.0}
-
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        return 0.0, ({**self.DEFAULTS, **keys}["logit_scale"] if name == "norm.weight" else 1.0)
+    def change(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> tuple[float, float]:
+        return 0.0, keys["logit_scale"] if name == "norm.weight" else 1.0
 
 
 class Cohere2(Cohere, model_type="cohere2"):
@@ -270,7 +252,8 @@ class NanoChat(Family, model_type="nanochat"):
     ACTS = PLAIN
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms"
-    NORM = Family.NORM | {"kind": "unit_rmsnorm"}
+    HELD_BY = Family.HELD_BY | {"logit_softcap": ("final_logit_softcapping",)}
+    SETTINGS = Family.SETTINGS | {"norm.kind": "unit_rmsnorm", "logit_softcap": None}
     DEFAULTS = Family.DEFAULTS | {"hidden_act": "relu2", "final_logit_softcapping": 15.0}
     UNKNOWN = Family.UNKNOWN | {"tie_word_embeddings": (False,)}
     ATTENTION = Family.ATTENTION | {"body.qk_norm.query": (), "body.qk_norm.key": ()}
@@ -283,18 +266,9 @@ class NanoChat(Family, model_type="nanochat"):
             positions["rope_scaling"]["attention_factor"] = 1.0
         return positions
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | {"logit_softcap": keys["final_logit_softcapping"]}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"final_logit_softcapping": config.logit_softcap}
-
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        if name == "embed.weight":
-            return NormedRows({**self.DEFAULTS, **keys}["rms_norm_eps"])
-        if ".body.project." not in name or config.softmax is None:
-            return super().layout(name, config, keys)
-        # theirs rotates pairs in the other direction, which equals swapping the halves
-        width, kv = head_dim(config), config.softmax.kv_heads or config.softmax.heads
-        swapped = torch.arange(width).roll(width // 2)
-        return Reordered(by_head((config.softmax.heads, kv, kv), (swapped, swapped, torch.arange(width))))
+        return NormedRows(keys["rms_norm_eps"]) if name == "embed.weight" else super().layout(name, config, keys)
+
+    def head_order(self, width: int, config: ModelConfig) -> Tensor | None:
+        """Theirs rotates pairs in the other direction, which equals swapping the halves."""
+        return torch.arange(width).roll(width // 2)

@@ -12,10 +12,9 @@ from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, expert_names, shared_names
 from residua.convert.layouts import Layout
 from residua.convert.mixture import SigmoidMixture
-from residua.convert.positions import FULL
+from residua.convert.positions import FULL, LINEAR
 from residua.errors import UserError
 
-LINEAR = "linear_attention"
 SPELLINGS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -65,18 +64,19 @@ class Rates(Layout):
         return parameter.view(1, 1, -1, 1)
 
 
-def hybrid(types: list[str], softmax: dict[str, Any], linear: dict[str, Any]) -> dict[str, Any]:
-    """The attention table of a model whose layers are of one or two kinds."""
-    full = [layer for layer, kind in enumerate(types) if kind == FULL]
-    if not full or len(full) == len(types):
-        return softmax if full else linear
-    return {"kind": "hybrid", "softmax_layers": full, "softmax": softmax, "linear": linear}
-
-
 class Latent(SigmoidMixture):
     """Latent attention, and experts."""
 
     MIXERS: ClassVar[tuple[type, ...]] = (choices.LatentAttention,)
+    HELD_BY = SigmoidMixture.HELD_BY | {
+        "attention.heads": ("num_attention_heads", "num_key_value_heads"),
+        "attention.head_dim": ("qk_nope_head_dim",),
+        "attention.value_dim": ("v_head_dim",),
+        "attention.shared_dim": ("qk_rope_head_dim",),
+        "attention.rank": ("kv_lora_rank",),
+        "attention.query_rank": ("q_lora_rank",),
+    }
+    SETTINGS = SigmoidMixture.SETTINGS | {"attention.kind": "mla", "attention.query_rank": None}
     ATTENTION: ClassVar[Names] = {
         "norm.weight": ("input_layernorm.weight",),
         "body.project.weight": ("self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
@@ -90,30 +90,7 @@ class Latent(SigmoidMixture):
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys.get("num_key_value_heads") not in (None, keys["num_attention_heads"]):
             raise UserError(f"num_key_value_heads = {keys['num_key_value_heads']} differs from num_attention_heads.")
-        return {
-            "kind": "mla",
-            "heads": keys["num_attention_heads"],
-            "head_dim": keys["qk_nope_head_dim"],
-            "value_dim": keys["v_head_dim"],
-            "shared_dim": keys["qk_rope_head_dim"],
-            "rank": keys["kv_lora_rank"],
-            **({} if keys.get("q_lora_rank") is None else {"query_rank": keys["q_lora_rank"]}),
-            **self.positions(keys),
-        }
-
-    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
-        latent = config.latent
-        if latent is None:
-            return {"num_attention_heads": 1}
-        return {
-            "num_attention_heads": latent.heads,
-            "num_key_value_heads": latent.heads,
-            "qk_nope_head_dim": latent.head_dim,
-            "v_head_dim": latent.value_width,
-            "qk_rope_head_dim": latent.shared_dim,
-            "kv_lora_rank": latent.rank,
-            "q_lora_rank": latent.query_rank,
-        }
+        return self.positions(keys)
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
         names = super().of_mixer(layer, config)
@@ -127,7 +104,18 @@ class KimiLinear(Latent, model_type="kimi_linear"):
 
     MIXERS = (choices.LatentAttention, choices.KimiDelta)
     OTHER = LINEAR
-    EXPERTS = ("num_local_experts",)
+    WINDOWS = ("layer_types",)
+    HELD_BY = (
+        {"linear.eps": ("rms_norm_eps",)}
+        | Latent.HELD_BY
+        | {
+            "ffn.experts": ("num_local_experts",),
+            "linear.heads": ("linear_num_heads",),
+            "linear.head_dim": ("linear_head_dim",),
+            "linear.convolution": ("linear_conv_kernel_dim",),
+        }
+    )
+    SETTINGS = Latent.SETTINGS | {"linear.kind": "kimi_delta"}
     DEFAULTS = SigmoidMixture.DEFAULTS | {
         "rms_norm_eps": 1e-5,
         "moe_intermediate_size": 1024,
@@ -185,16 +173,6 @@ class KimiLinear(Latent, model_type="kimi_linear"):
         """The usual name: transformers saves dense layers under the names of layers with experts."""
         return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", tensor)
 
-    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        delta = {
-            "kind": "kimi_delta",
-            "heads": keys["linear_num_heads"],
-            "head_dim": keys["linear_head_dim"],
-            "convolution": keys["linear_conv_kernel_dim"],
-            "eps": keys["rms_norm_eps"],
-        }
-        return hybrid(self.types(keys), super().attention(keys), delta)
-
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {"positions": "none"}
 
@@ -205,17 +183,6 @@ class KimiLinear(Latent, model_type="kimi_linear"):
         return False
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
+        keys = {"num_attention_heads": 1} | super().keys(config)  # without latent attention, it needs the key too
         dense = keys.pop("first_k_dense_replace")
         return keys | {"mlp_layer_types": ["dense" if n < dense else "sparse" for n in range(config.layers)]}
-
-    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, linear = super().attention_keys(config), config.linear
-        keys["layer_types"] = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
-        if isinstance(linear, choices.KimiDelta):
-            keys |= {
-                "linear_num_heads": linear.heads,
-                "linear_head_dim": linear.head_dim,
-                "linear_conv_kernel_dim": linear.convolution,
-            }
-        return keys

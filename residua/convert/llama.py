@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-
-from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import LongRope
-from residua.convert.family import Family
-from residua.convert.layouts import ROWS, Layout, Reordered
-from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
+from residua.convert.family import Family, softmax_of
+from residua.convert.positions import FULL
 from residua.errors import UserError
-
-
-def scaled_queries(config: ModelConfig, factor: float) -> Layout:
-    """Stacked queries, keys and values, with a factor on scores folded into the queries."""
-    softmax = config.softmax
-    assert softmax is not None
-    heads = [softmax.heads, 2 * (softmax.kv_heads or softmax.heads)]
-    rows = torch.tensor(heads) * head_dim(config)
-    every = torch.arange(int(rows.sum()))
-    return ROWS if factor == 1 else Reordered(every, None, torch.tensor([factor, 1.0]).repeat_interleave(rows))
 
 
 class Llama(Family, model_type="llama"):
     """Llama 1 to 3: pre-norm, SwiGLU, grouped-query attention; optional biases."""
 
     BIAS = ("attention_bias", "all")
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys) | {"bias": bool(keys.get("mlp_bias"))}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"mlp_bias": isinstance(config.ffn, choices.DenseChoice) and config.ffn.bias}
+    HELD_BY = Family.HELD_BY | {"ffn.bias": ("mlp_bias",)}
+    SETTINGS = Family.SETTINGS | {"ffn.bias": False}
 
 
 class Ministral(Family, model_type="ministral"):
@@ -50,7 +32,7 @@ class Mistral(Ministral, model_type="mistral"):
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
-        if config.softmax is None or config.softmax.window_layers is None:
+        if softmax_of(config).window_layers is None:
             del keys["layer_types"]
         return keys
 
@@ -80,7 +62,7 @@ class Ministral3(Family, model_type="ministral3"):
         return super().positions(keys) | growth
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, growth = super().keys(config), None if config.softmax is None else config.softmax.query_growth
+        keys, growth = super().keys(config), softmax_of(config).query_growth
         beta, original = (0.0, config.context) if growth is None else (growth.beta, growth.original_context)
         table = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original} | keys["rope_parameters"]
         return keys | {"rope_parameters": table}
@@ -98,7 +80,7 @@ class SeedOss(Llama, model_type="seed_oss"):
         return super().attention(keys) | ({"bias": "qkv"} if only_in else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        bias = "none" if config.softmax is None else config.softmax.bias
+        bias = softmax_of(config).bias
         return super().keys(config) | {"attention_bias": bias != "none", "attention_out_bias": bias == "all"}
 
 
@@ -122,7 +104,7 @@ class SmolLM3(Llama, model_type="smollm3"):
         return layer in self.unturned(keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        still = () if config.softmax is None else config.softmax.unturned_layers or ()
+        still = softmax_of(config).unturned_layers or ()
         return super().keys(config) | {"no_rope_layers": [int(layer not in still) for layer in range(config.layers)]}
 
 
@@ -142,7 +124,7 @@ class Phi3(Family, model_type="phi3"):
         return super().positions(keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, scaling = super().keys(config), None if config.softmax is None else config.softmax.rope_scaling
+        keys, scaling = super().keys(config), softmax_of(config).rope_scaling
         if isinstance(scaling, LongRope):  # transformers reads the original training length here
             keys["original_max_position_embeddings"] = scaling.original_context
         return keys
@@ -166,33 +148,28 @@ class Glm(Family, model_type="glm"):
 class Glm4(Glm, model_type="glm4"):
     """GLM 4 of 2025: norms on both sides of a sublayer."""
 
-    TABLES = Glm.TABLES | {"placement": "both"}
+    SETTINGS = Glm.SETTINGS | {"placement": "both"}
     ATTENTION = Family.ATTENTION | {"after.weight": ("post_self_attn_layernorm.weight",)}
     FEED_FORWARD = Glm.FEED_FORWARD | {"after.weight": ("post_mlp_layernorm.weight",)}
 
 
-class Qwen(Family):
-    """The base of Qwen 2 and 3: a window, if switched on, in the layers from `max_window_layers` on."""
+class Qwen2(Family, model_type="qwen2"):
+    """Qwen 2 and 2.5: biases on queries, keys and values."""
 
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28}
+    SETTINGS = Family.SETTINGS | {"attention.bias": "qkv"}
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         return bool(layer >= keys["max_window_layers"])
 
 
-class Qwen2(Qwen, model_type="qwen2"):
-    """Qwen 2 and 2.5: biases on queries, keys and values."""
-
-    BIAS = (None, "qkv")
-
-
-class Qwen3(Qwen, model_type="qwen3"):
+class Qwen3(Qwen2, model_type="qwen3"):
     """Qwen 3: QK-norm, heads of a width of their own, no biases unless switched on."""
 
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms"
-    DEFAULTS = Qwen.DEFAULTS | {"head_dim": 128}
+    DEFAULTS = Qwen2.DEFAULTS | {"head_dim": 128}
 
 
 class Olmo2(Family, model_type="olmo2"):
@@ -200,7 +177,7 @@ class Olmo2(Family, model_type="olmo2"):
 
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms_all"
-    TABLES = Family.TABLES | {"placement": "output"}
+    SETTINGS = Family.SETTINGS | {"placement": "output"}
     DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
     ATTENTION = Family.ATTENTION | {"after.weight": ("post_attention_layernorm.weight",)}
     FEED_FORWARD = Family.FEED_FORWARD | {"after.weight": ("post_feedforward_layernorm.weight",)}
@@ -209,30 +186,19 @@ class Olmo2(Family, model_type="olmo2"):
 class Olmo3(Olmo2, model_type="olmo3"):
     """OLMo 3: OLMo 2 with windows in three of four layers, whose positions are not scaled."""
 
+    layered = True
+    ABSENT = ("rope_local_base_freq",)
     WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS = Olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
 
-    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
-        theta = self.DEFAULTS["rope_theta"]
-        positions = read_layered_positions(keys, theta, keys.get("rope_theta", theta))
-        if "rope_scaling" not in positions and positions["local_rope_theta"] == positions["rope_theta"]:
-            del positions["local_rope_theta"]
-        return positions
 
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        return keys | write_layered_positions(keys, config.softmax, keys["rope_parameters"]["rope_theta"])
-
-
-class Exaone4(Family, model_type="exaone4"):
+class Exaone4(Olmo2, model_type="exaone4"):
     """EXAONE 4: norms on outputs, QK-norm of each head; with windows, the layers without one have no positions."""
 
+    ABSENT = ("attention_bias",)
     QK_NORM = "rms"
     WINDOWS = ("sliding_window", "layer_types")
-    TABLES = Olmo2.TABLES
     DEFAULTS = Olmo3.DEFAULTS | {"rope_theta": 10_000.0, "num_key_value_heads": 32}
-    ATTENTION = Olmo2.ATTENTION
-    FEED_FORWARD = Olmo2.FEED_FORWARD
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         pattern = keys["sliding_window_pattern"]
@@ -246,9 +212,6 @@ class Exaone4(Family, model_type="exaone4"):
         return [layer for layer, kind in enumerate(self.types(keys)) if kind == FULL]
 
 
-FACTORS = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-
-
 class Factors(Family):
     """Scores times `attention_multiplier`, outputs of sublayers times `residual_multiplier`, logits / `logits_scaling`.
 
@@ -256,26 +219,24 @@ class Factors(Family):
     """
 
     BIAS = ("attention_bias", "all")
-    DEFAULTS = Family.DEFAULTS | FACTORS
-    FREE = ("attention_multiplier", "residual_multiplier", "logits_scaling")
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | {"embed_scale": float(keys["embedding_multiplier"])}
+    FREE: ClassVar[dict[str, Any]] = {"attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+    DEFAULTS = Family.DEFAULTS | FREE | {"embedding_multiplier": 1.0}
+    HELD_BY = Family.HELD_BY | {"embed_scale": ("embedding_multiplier",)}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        changed = {"embedding_multiplier": config.embed_scale, "attention_multiplier": head_dim(config) ** -0.5}
-        return super().keys(config) | FACTORS | changed
+        return super().keys(config) | {"attention_multiplier": head_dim(config) ** -0.5}
 
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        known = FACTORS | dict(keys)
+    def change(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> tuple[float, float]:
         if name == "norm.weight":
-            return 0.0, 1 / known["logits_scaling"]
-        return 0.0, known["residual_multiplier"] if ".body.out." in name or name.endswith("experts.out") else 1.0
+            return 0.0, 1 / keys["logits_scaling"]
+        return 0.0, keys["residual_multiplier"] if ".body.out." in name or name.endswith("experts.out") else 1.0
 
-    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        factor = (FACTORS | dict(keys))["attention_multiplier"] * head_dim(config) ** 0.5
-        return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
+    def score_factor(self, width: int, keys: Mapping[str, Any]) -> float:
+        return float(keys["attention_multiplier"] * width**0.5)
 
 
 class Granite(Factors, Llama, model_type="granite"):
     """Granite 3: factors on embedding, scores, residuals and logits, which go into the weights."""
+
+    HELD_BY = Llama.HELD_BY | Factors.HELD_BY
+    SETTINGS = Llama.SETTINGS

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, expert_names, shared_names
+from residua.convert.family import Family, Names, expert_names, shared_names, softmax_of
 from residua.convert.layouts import Layout, Stacked, TransposedStacks
 from residua.convert.llama import Factors, Olmo2
 from residua.errors import UserError
@@ -20,31 +20,13 @@ class Mixture(Family):
     """The base of mixtures of experts, with Qwen's names for their parts."""
 
     mixture = True
-    EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
-    """Key names for the number of experts."""
-    HIDDEN: ClassVar[str] = "intermediate_size"
+    HELD_BY = Family.HELD_BY | {
+        "ffn.experts": ("num_experts", "num_local_experts"),
+        "ffn.top_k": ("num_experts_per_tok",),
+        "ffn.normalize": ("norm_topk_prob",),
+    }
+    SETTINGS = Family.SETTINGS | {"ffn.kind": "moe", "ffn.shared": 0, "ffn.normalize": False}
     FEED_FORWARD: ClassVar[Names] = NORM | expert_names()
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "kind": "moe",
-            "activation": self.act(keys["hidden_act"]),
-            "hidden": keys[self.HIDDEN],
-            "experts": next((keys[name] for name in self.EXPERTS if name in keys), None) or keys[self.EXPERTS[0]],
-            "top_k": keys["num_experts_per_tok"],
-            "normalize": bool(keys.get("norm_topk_prob")),
-            "shared": 0,
-        }
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, ffn = super().keys(config), config.ffn
-        assert isinstance(ffn, choices.MoE)
-        return keys | {
-            self.HIDDEN: ffn.hidden,
-            **dict.fromkeys(self.EXPERTS, ffn.experts),
-            "num_experts_per_tok": ffn.top_k,
-            "norm_topk_prob": ffn.normalize,
-        }
 
 
 class Mixtral(Mixture, model_type="mixtral"):
@@ -52,7 +34,7 @@ class Mixtral(Mixture, model_type="mixtral"):
 
     DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "norm_topk_prob": True}
     ABSENT = ("norm_topk_prob",)
-    EXPERTS = ("num_local_experts",)
+    HELD_BY = Mixture.HELD_BY | {"ffn.experts": ("num_local_experts",)}
     WINDOWS = ("sliding_window",)
     FEED_FORWARD = NORM | expert_names("block_sparse_moe", ("w1", "w3", "w2"))
 
@@ -62,7 +44,8 @@ class GraniteMoe(Factors, Mixture, model_type="granitemoe"):
 
     DEFAULTS = Factors.DEFAULTS | {"norm_topk_prob": True}
     ABSENT = ("norm_topk_prob",)
-    EXPERTS = ("num_local_experts",)
+    HELD_BY = Mixtral.HELD_BY | Factors.HELD_BY
+    SETTINGS = Mixture.SETTINGS
     FEED_FORWARD = NORM | {
         "body.router.weight": ("block_sparse_moe.router.layer.weight",),
         "body.experts.up": ("block_sparse_moe.input_linear.weight",),
@@ -94,7 +77,8 @@ class GptOss(Mixture, model_type="gpt_oss"):
         "norm_topk_prob": True,
     }
     ABSENT = ("norm_topk_prob",)
-    EXPERTS = ("num_local_experts",)
+    HELD_BY = Mixtral.HELD_BY
+    SETTINGS = Mixture.SETTINGS | {"attention.sink": "learned", "ffn.activation": "clamped_swiglu", "ffn.bias": True}
     UNKNOWN = Family.UNKNOWN | {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
     ATTENTION = Family.ATTENTION | {"body.sink": ("self_attn.sinks",)}
     FEED_FORWARD = NORM | {
@@ -105,12 +89,6 @@ class GptOss(Mixture, model_type="gpt_oss"):
         "body.experts.out": ("mlp.experts.down_proj",),
         "body.experts.out_bias": ("mlp.experts.down_proj_bias",),
     }
-
-    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().attention(keys) | {"sink": "learned"}
-
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys) | {"activation": "clamped_swiglu", "bias": True}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".experts." in name:
@@ -125,7 +103,7 @@ class Qwen3Moe(Mixture, model_type="qwen3_moe"):
     WINDOWS = ("use_sliding_window", "sliding_window")
     QK_NORM = "rms"
     DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096}
-    HIDDEN = "moe_intermediate_size"
+    HELD_BY = Mixture.HELD_BY | {"ffn.hidden": ("moe_intermediate_size",)}
     UNKNOWN = Family.UNKNOWN | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
@@ -143,7 +121,7 @@ class FlexOlmo(Mixture, model_type="flex_olmo"):
 
     BIAS = ("attention_bias", "all")
     QK_NORM = Olmo2.QK_NORM
-    TABLES = Olmo2.TABLES
+    SETTINGS = Mixture.SETTINGS | Olmo2.SETTINGS
     DEFAULTS = Family.DEFAULTS | {"rope_theta": 500_000.0}
     ATTENTION = Olmo2.ATTENTION
     FEED_FORWARD = expert_names() | {"after.weight": ("post_feedforward_layernorm.weight",)}
@@ -152,7 +130,8 @@ class FlexOlmo(Mixture, model_type="flex_olmo"):
 class SharedExpert(Mixture):
     """A shared expert with a sigmoid gate; its width is a multiple of the other experts'."""
 
-    HIDDEN = "moe_intermediate_size"
+    HELD_BY = Qwen3Moe.HELD_BY
+    SETTINGS = Mixture.SETTINGS | {"ffn.shared_gate": "sigmoid"}
     UNKNOWN = Qwen3Moe.UNKNOWN
     FEED_FORWARD = (
         Mixture.FEED_FORWARD
@@ -160,19 +139,20 @@ class SharedExpert(Mixture):
         | {"body.shared_gate.weight": ("mlp.shared_expert_gate.weight",)}
     )
 
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        shared, rest = divmod(keys["shared_expert_intermediate_size"], keys[self.HIDDEN] or 1)
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        settings = super().settings(keys)
+        shared, rest = divmod(keys["shared_expert_intermediate_size"], settings["ffn.hidden"] or 1)
         if rest or not shared:
             raise UserError(
                 f"shared_expert_intermediate_size = {keys['shared_expert_intermediate_size']} is not a multiple of "
-                f"{self.HIDDEN} = {keys[self.HIDDEN]}, which is not supported."
+                f"moe_intermediate_size = {settings['ffn.hidden']}, which is not supported."
             )
-        return super().feed_forward(keys) | {"shared": shared, "shared_gate": "sigmoid"}
+        return settings | {"ffn.shared": shared}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, ffn = super().keys(config), config.ffn
+        ffn = config.ffn
         assert isinstance(ffn, choices.MoE)
-        return keys | {"shared_expert_intermediate_size": max(1, ffn.shared) * ffn.hidden}
+        return super().keys(config) | {"shared_expert_intermediate_size": max(1, ffn.shared) * ffn.hidden}
 
 
 class Qwen2Moe(SharedExpert, model_type="qwen2_moe"):
@@ -197,9 +177,20 @@ class Qwen2Moe(SharedExpert, model_type="qwen2_moe"):
 class SigmoidMixture(Mixture):
     """Experts chosen by sigmoid scores with a bias, a shared expert, dense first layers (DeepSeek-V3)."""
 
-    EXPERTS = ("n_routed_experts",)
-    HIDDEN = "moe_intermediate_size"
-    ROUTER: ClassVar[str] = "sigmoid_scores"
+    HELD_BY = Mixture.HELD_BY | {
+        "ffn.hidden": ("moe_intermediate_size",),
+        "ffn.experts": ("n_routed_experts",),
+        "ffn.shared": ("n_shared_experts",),
+        "ffn.router.scale": ("routed_scaling_factor",),
+        "ffn.router.groups": ("n_group",),
+        "ffn.router.top_groups": ("topk_group",),
+        "ffn.dense_layers": ("first_k_dense_replace",),
+    }
+    SETTINGS = Mixture.SETTINGS | {
+        "ffn.router.kind": "sigmoid_scores",
+        "ffn.router.groups": 1,
+        "ffn.router.top_groups": 1,
+    }
     DEFAULTS = Family.DEFAULTS | {
         "moe_intermediate_size": 2048,
         "n_shared_experts": 1,
@@ -220,39 +211,14 @@ class SigmoidMixture(Mixture):
         """True for layers after the last, which predict further tokens in training."""
         return re.match(rf"model\.layers\.{config.layers}\.", tensor) is not None
 
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        dense = self._dense_layers(keys)
-        return super().feed_forward(keys) | {
-            "shared": keys["n_shared_experts"],
-            "router": {"kind": self.ROUTER, "scale": keys["routed_scaling_factor"], **self.groups(keys)},
-            "dense_layers": dense,
-            **({"dense_hidden": keys["intermediate_size"]} if dense else {}),
-        }
-
-    def groups(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the groups of experts."""
-        return {"groups": keys.get("n_group") or 1, "top_groups": keys.get("topk_group") or 1}
-
-    def _dense_layers(self, keys: dict[str, Any]) -> int:
-        types = keys.get("mlp_layer_types")
-        if types is None:
-            return int(keys["first_k_dense_replace"])
-        dense = types.count("dense")
-        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise UserError("mlp_layer_types has a dense layer after one with experts, which is not supported.")
-        return int(dense)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        ffn = config.ffn
-        assert isinstance(ffn, choices.MoE)
-        return super().keys(config) | {
-            "intermediate_size": ffn.at(0).hidden,
-            "n_shared_experts": ffn.shared,
-            "routed_scaling_factor": ffn.router.scale,
-            "n_group": ffn.router.groups,
-            "topk_group": ffn.router.top_groups,
-            "first_k_dense_replace": config.layers - ffn.mixtures(config.layers),
-        }
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        dense, types = keys["first_k_dense_replace"], keys.get("mlp_layer_types")
+        if types is not None:
+            dense = types.count("dense")
+            if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+                raise UserError("mlp_layer_types has a dense layer after one with experts, which is not supported.")
+        hidden = {"ffn.dense_hidden": keys["intermediate_size"]} if dense else {}
+        return super().settings(keys) | {"ffn.dense_layers": dense, **hidden}
 
 
 class Glm4Moe(SigmoidMixture, model_type="glm4_moe"):
@@ -276,5 +242,4 @@ class Glm4Moe(SigmoidMixture, model_type="glm4_moe"):
         return super().attention(keys) | normed
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        normed = config.softmax is not None and config.softmax.qk_norm == "rms"
-        return super().keys(config) | {"use_qk_norm": normed}
+        return super().keys(config) | {"use_qk_norm": softmax_of(config).qk_norm == "rms"}

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from residua.config import positions as scalings
-from residua.config.mixers import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.errors import UserError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 NAMES = {
     "original_context": "original_max_position_embeddings",
     "short": "short_factor",
@@ -27,12 +26,12 @@ NAMES = {
 """Our keys of a scaling → transformers' names, where these differ."""
 
 
-def read_positions(config: dict[str, Any], default_theta: float, *, partial: bool = False) -> dict[str, Any]:
+def read_positions(config: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of an attention table; `partial` if a part of each head may stay unrotated."""
     stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in stored.values()):
         raise UserError("rope_parameters differ between layers, which is not supported for this family.")
-    theta = stored.get("rope_theta", config.get("rope_theta", default_theta))
+    theta = stored.get("rope_theta", config["rope_theta"])
     kind = stored.get("rope_type", stored.get("type", "default"))
     share = stored.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1.0) and kind != "proportional":
@@ -52,15 +51,14 @@ def read_positions(config: dict[str, Any], default_theta: float, *, partial: boo
 
 
 def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters`, the form that transformers has written since version 5."""
+    """The table `rope_parameters`, the form that transformers has written since version 5."""
     if scaling is None:
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        return {"rope_type": "default", "rope_theta": theta}
     numbers = scaling.model_dump(mode="json", exclude={"kind"})
     if isinstance(scaling, scalings.DynamicRope):  # transformers uses max_position_embeddings
         del numbers["original_context"]
     kind = {"dynamic_ntk": "dynamic", "partial": "default"}.get(scaling.kind, scaling.kind)
-    written = {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}}
-    return {"rope_parameters": {**written, "rope_theta": theta}}
+    return {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}, "rope_theta": theta}
 
 
 def turned_width(config: ModelConfig) -> int:
@@ -70,26 +68,19 @@ def turned_width(config: ModelConfig) -> int:
     return 2 * int(share * (head_dim(config) // 2))
 
 
-def read_layered_positions(keys: dict[str, Any], default_theta: float, local_theta: float) -> dict[str, Any]:
+def read_layered_positions(keys: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     """The keys of an attention table, where `rope_parameters` differ between layers with and without a window."""
     by_layer = {FULL: {}, SLIDING: {}} | (keys.get("rope_parameters") or {})
     plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
     full = (by_layer[FULL] or {}) | (keys.get("rope_scaling") or {})
-    sliding = plain | {"rope_parameters": by_layer[SLIDING], "rope_theta": local_theta}
-    local = read_positions(sliding, local_theta)
+    local_theta = keys.get("rope_local_base_freq", keys["rope_theta"])
+    local = read_positions(plain | {"rope_parameters": by_layer[SLIDING], "rope_theta": local_theta})
     if "rope_scaling" in local:
         raise UserError("rope_parameters scale the layers with a window, which is not supported.")
-    positions = read_positions(plain | {"rope_parameters": full}, default_theta)
+    positions = read_positions(plain | {"rope_parameters": full}, partial=partial)
+    if positions == local and "rope_local_base_freq" not in keys:
+        return positions
     return positions | {"local_rope_theta": local["rope_theta"]}
-
-
-def write_layered_positions(
-    keys: dict[str, Any], softmax: SoftmaxAttention | None, default_theta: float
-) -> dict[str, Any]:
-    """`rope_parameters` of layers with and without a window, from those of all layers."""
-    theta = softmax.local_rope_theta if softmax is not None else None
-    local = {"rope_type": "default", "rope_theta": theta or default_theta}
-    return {"rope_parameters": {FULL: keys["rope_parameters"], SLIDING: local}}
 
 
 def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:
@@ -162,11 +153,6 @@ READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] =
 }
 
 
-def window_of(config: ModelConfig) -> int | None:
-    """transformers' `sliding_window`."""
-    return None if config.softmax is None else config.softmax.window
-
-
 def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
     """The keys of a window from transformers' `layer_types`."""
     sliding = [layer for layer, kind in enumerate(types) if kind == SLIDING]
@@ -175,17 +161,12 @@ def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
     return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
 
 
-def layer_types(config: ModelConfig) -> list[str]:
-    """transformers' `layer_types` of a model."""
-    attention = config.softmax
-    assert attention is not None
-    windows = (attention.window_at(layer) for layer in range(config.layers))
-    return [FULL if window is None else SLIDING for window in windows]
-
-
-WINDOW_KEYS: dict[str, Callable[[ModelConfig], Any]] = {
-    "sliding_window": window_of,
-    "layer_types": layer_types,
-    "use_sliding_window": lambda config: window_of(config) is not None,
-}
-"""The keys of windows, and how each is computed from the configuration."""
+def write_windows(config: ModelConfig, other: str) -> dict[str, Any]:
+    """transformers' keys of windows; `layer_types` calls layers that are not "full_attention" `other`."""
+    softmax = config.softmax
+    types = []
+    for layer, mixer in enumerate(config.mixers):
+        slides = softmax is not None and softmax.window_at(layer) is not None
+        types.append(other if (not mixer.attends if other == LINEAR else slides) else FULL)
+    window = None if softmax is None else softmax.window
+    return {"sliding_window": window, "use_sliding_window": window is not None, "layer_types": types}

@@ -11,10 +11,10 @@ from torch import Tensor
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import Family, Names
-from residua.convert.kimi import LINEAR, Kernels, hybrid
+from residua.convert.kimi import Kernels
 from residua.convert.layouts import Layout, Reordered, by_head, turned_order
 from residua.convert.mixture import SharedExpert
-from residua.convert.positions import FULL, turned_width
+from residua.convert.positions import LINEAR, turned_width
 from residua.errors import UserError
 
 DELTA_EPS = choices.RMSNorm().eps
@@ -30,6 +30,14 @@ class GatedHybrid(Family):
     QK_NORM = "rms"
     OTHER = LINEAR
     EVERY = "full_attention_interval"
+    WINDOWS = ("layer_types",)
+    HELD_BY = Family.HELD_BY | {
+        "linear.key_heads": ("linear_num_key_heads",),
+        "linear.value_heads": ("linear_num_value_heads",),
+        "linear.head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
+        "linear.convolution": ("linear_conv_kernel_dim",),
+    }
+    SETTINGS = Family.SETTINGS | {"attention.gate": "elementwise", "linear.kind": "gated_deltanet"}
     DEFAULTS = Family.DEFAULTS | {
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
@@ -52,41 +60,19 @@ class GatedHybrid(Family):
     }
     LAYOUTS = Family.LAYOUTS | {"convolve.weight": Kernels()}
 
-    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        softmax, types = super().attention(keys) | {"gate": "elementwise"}, self.types(keys)
-        return hybrid(types, softmax, {} if set(types) == {FULL} else self._delta(keys))
-
-    def _delta(self, keys: dict[str, Any]) -> dict[str, Any]:
-        if keys["linear_key_head_dim"] != keys["linear_value_head_dim"]:
-            raise UserError("linear_key_head_dim and linear_value_head_dim differ, which is not supported.")
-        if keys["rms_norm_eps"] != DELTA_EPS:
-            raise UserError(
-                f"rms_norm_eps = {keys['rms_norm_eps']}: only {DELTA_EPS} is supported in the output norm of the "
-                "delta rule."
-            )
-        return {
-            "kind": "gated_deltanet",
-            "key_heads": keys["linear_num_key_heads"],
-            "value_heads": keys["linear_num_value_heads"],
-            "head_dim": keys["linear_key_head_dim"],
-            "convolution": keys["linear_conv_kernel_dim"],
-        }
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        if LINEAR in self.types(keys):
+            if keys["linear_key_head_dim"] != keys["linear_value_head_dim"]:
+                raise UserError("linear_key_head_dim and linear_value_head_dim differ, which is not supported.")
+            if keys["rms_norm_eps"] != DELTA_EPS:
+                raise UserError(
+                    f"rms_norm_eps = {keys['rms_norm_eps']}: only {DELTA_EPS} is supported in the output norm of the "
+                    "delta rule."
+                )
+        return super().settings(keys)
 
     def has_attention(self, config: ModelConfig) -> bool:
         return config.softmax is not None and super().has_attention(config)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys, linear = super().keys(config), config.linear
-        keys["layer_types"] = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
-        if isinstance(linear, choices.GatedDeltaNet):
-            keys |= {
-                "linear_num_key_heads": linear.key_heads,
-                "linear_num_value_heads": linear.value_heads,
-                "linear_key_head_dim": linear.head_dim,
-                "linear_value_head_dim": linear.head_dim,
-                "linear_conv_kernel_dim": linear.convolution,
-            }
-        return keys
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".body.project." in name or ".body.gates." in name:
@@ -118,6 +104,8 @@ def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -
 class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
     """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
 
+    HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
+    SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
     DEFAULTS = GatedHybrid.DEFAULTS | {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
@@ -154,4 +142,6 @@ class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
 class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
     """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
+    HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
+    SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
     DEFAULTS = Qwen3Next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
