@@ -11,7 +11,7 @@ import torch
 from residua.config.model import ModelConfig
 from residua.convert.family import Family
 from residua.convert.kimi import Latent
-from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
+from residua.convert.layouts import Layout, by_head, reordered, turned_order
 
 
 class DeepseekV3(Latent, model_type="deepseek_v3"):
@@ -49,9 +49,7 @@ class DeepseekV3(Latent, model_type="deepseek_v3"):
                 rows, factor = torch.arange(latent.query_rank), torch.ones(latent.query_rank)
             shared = torch.cat([torch.arange(latent.rank), latent.rank + turned])
             rows, factor = torch.cat([rows, len(rows) + shared]), torch.cat([factor, torch.ones(len(shared))])
-        if factor.eq(1).all():
-            return Reordered(rows) if not rows.equal(torch.arange(len(rows))) else ROWS
-        return Reordered(rows, None, factor)
+        return reordered(rows, factor=factor)
 
 
 class DeepseekV2(DeepseekV3, model_type="deepseek_v2"):

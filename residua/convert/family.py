@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.settings import flat
-from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
+from residua.convert.layouts import ROWS, Layout, by_head, reordered, turned_order
 from residua.convert.positions import (
     FULL,
     SLIDING,
@@ -135,7 +135,7 @@ class Rule:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The names and shapes of their tensors."""
         for name, rows in zip(self.theirs, self.rows, strict=True):
-            yield name, self.layout.shape(rows, self.shape)
+            yield name, (rows, *self.layout.shape(self.shape)[1:])
 
     @property
     def exact(self) -> bool:
@@ -465,23 +465,18 @@ class Family:
         if not isinstance(softmax, choices.SoftmaxAttention):
             return ROWS
         width, kv = softmax.turned(config.width), softmax.kv_heads or softmax.heads
-        order = self.head_order(width, config)
+        order, factor = self.head_order(width, config), 1.0
         if ".qk_norm." in name:
-            return ROWS if order is None else Reordered(order)
-        factor = self.score_factor(width, keys) if self.QK_NORM == "none" else 1.0
-        if order is None and factor == 1:
-            return ROWS
-        values = torch.arange(width)
-        order = values if order is None else order
+            return reordered(order)
+        if self.QK_NORM == "none":
+            factor = self.score_factor(width, keys)
         factors = torch.tensor([factor] * softmax.heads + [1.0] * 2 * kv).repeat_interleave(width)
-        rows = by_head((softmax.heads, kv, kv), (order, order, values))
-        return Reordered(rows, factor=None if factor == 1 else factors)
+        return reordered(by_head((softmax.heads, kv, kv), (order, order, torch.arange(width))), factor=factors)
 
-    def head_order(self, width: int, config: ModelConfig) -> Tensor | None:
-        """The order of their elements in a head of queries or keys; None if it is ours."""
-        if not self.partial and not self.interleaved:
-            return None
-        return turned_order(width, turned_width(config), interleaved=self.interleaved)
+    def head_order(self, width: int, config: ModelConfig) -> Tensor:
+        """The order of their elements in a head of queries or keys."""
+        turned = turned_width(config) if self.partial or self.interleaved else width
+        return turned_order(width, turned, interleaved=self.interleaved)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         """The rule for every parameter of a model, in the model's order; `keys` are those of config.json."""
@@ -493,7 +488,7 @@ class Family:
         for name, parameter in [*model.named_parameters(), *buffers]:
             theirs = self._theirs(name, config) or ()
             layout = self.layout(name, config, known)
-            parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
+            parts = layout.rows(tuple(parameter.shape), _parts(model, name, parameter), len(theirs))
             if len(theirs) != len(parts):
                 raise UserError(f"parameter {name} has no counterpart in the {self.model_type} layout.")
             shift, scale = self.change(name, config, known)

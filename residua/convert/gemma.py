@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, alike, softmax_of
-from residua.convert.layouts import Layout, Reordered
+from residua.convert.layouts import Layout
 from residua.convert.llama import Olmo2
 from residua.convert.positions import FULL
 from residua.errors import UserError
@@ -160,7 +158,7 @@ class Gemma4(SandwichGemma, model_type="gemma4_text"):
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if name == "topology.factor":
-            return Reordered(torch.arange(config.layers), (1,) * config.layers)
+            return Layout(sizes=(1,) * config.layers)
         return super().layout(name, config, keys)
 
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:

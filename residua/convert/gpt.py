@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import PLAIN, Family, Rule, alike
-from residua.convert.layouts import Layout, Ones, Reordered, Transposed, turned_order
+from residua.convert.layouts import NO_TENSOR, ONES, TRANSPOSED, Layout, reordered, turned_order
 from residua.convert.positions import FULL, turned_width
 from residua.errors import UserError
 from residua.ops._runtime.numeric import rms
@@ -98,7 +98,7 @@ class GPT2(PlainFeedForwards, model_type="gpt2"):
     }
     ATTENTION = alike("norm", "ln_1") | alike("body.project", "attn.c_attn") | alike("body.out", "attn.c_proj")
     FEED_FORWARD = alike("norm", "ln_2") | alike("body.up", "mlp.c_fc") | alike("body.out", "mlp.c_proj")
-    LAYOUTS = Family.LAYOUTS | dict.fromkeys(("project.weight", "up.weight", "out.weight"), Transposed())
+    LAYOUTS = dict.fromkeys(("project.weight", "up.weight", "out.weight"), TRANSPOSED)
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
         usual = super().spelled(keys)
@@ -150,7 +150,7 @@ class GPTNeoX(PlainFeedForwards, model_type="gpt_neox"):
         width = head_dim(config)
         rows = torch.arange(3 * config.softmax.heads * width).view(-1, 3, width).transpose(0, 1)
         order = turned_order(width, turned_width(config))
-        return Reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]))
+        return reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]))
 
 
 class HeadWithBias(Rule):
@@ -189,7 +189,7 @@ class Phi(PlainFeedForwards, model_type="phi"):
     FEED_FORWARD = alike("norm", "input_layernorm") | alike("body.up", "mlp.fc1") | alike("body.out", "mlp.fc2")
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        return Ones() if name in ("norm.weight", "norm.bias") else super().layout(name, config, keys)
+        return ONES if name in ("norm.weight", "norm.bias") else super().layout(name, config, keys)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         norm = self.TOP["norm.weight"] + self.TOP["norm.bias"]
@@ -227,23 +227,17 @@ class Cohere2(Cohere, model_type="cohere2"):
         return [layer for layer, kind in enumerate(self.types(keys)) if kind == FULL or not has_window]
 
 
-class NormedRows(Layout):
+def normed_rows(eps: float) -> Layout:
     """Their rows, normalized: their model normalizes its embeddings, ours does not."""
 
-    exact = False
-
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return rms(stacked.float(), self.eps)
-
-    def write(self, parameter: Tensor) -> Tensor:
+    def write(ours: Tensor) -> Tensor:
         """The x with x / sqrt(mean(x²) + eps) = p: x = p · sqrt(eps / (1 − mean(p²)))."""
-        square = parameter.double().square().mean(-1, keepdim=True)
+        square = ours.double().square().mean(-1, keepdim=True)
         if (square > 1 + 1e-5).any():
             raise UserError("the nanochat layout norms embedded tokens, and training has made some longer than that.")
-        return (parameter * (self.eps / (1 - square).clamp(min=1e-8)).sqrt()).float()
+        return (ours * (eps / (1 - square).clamp(min=1e-8)).sqrt()).float()
+
+    return Layout(lambda theirs: rms(theirs.float(), eps), write, exact=False)
 
 
 class NanoChat(Family, model_type="nanochat"):
@@ -258,7 +252,7 @@ class NanoChat(Family, model_type="nanochat"):
     UNKNOWN = Family.UNKNOWN | {"tie_word_embeddings": (False,)}
     ATTENTION = Family.ATTENTION | {"body.qk_norm.query": (), "body.qk_norm.key": ()}
     FEED_FORWARD = alike("body.up", "mlp.fc1") | alike("body.out", "mlp.fc2")
-    LAYOUTS = Family.LAYOUTS | {"qk_norm.query": Ones(), "qk_norm.key": Ones()}
+    LAYOUTS = dict.fromkeys(("qk_norm.query", "qk_norm.key"), NO_TENSOR)
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         positions = super().positions(keys)
@@ -267,8 +261,8 @@ class NanoChat(Family, model_type="nanochat"):
         return positions
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        return NormedRows(keys["rms_norm_eps"]) if name == "embed.weight" else super().layout(name, config, keys)
+        return normed_rows(keys["rms_norm_eps"]) if name == "embed.weight" else super().layout(name, config, keys)
 
-    def head_order(self, width: int, config: ModelConfig) -> Tensor | None:
+    def head_order(self, width: int, config: ModelConfig) -> Tensor:
         """Theirs rotates pairs in the other direction, which equals swapping the halves."""
         return torch.arange(width).roll(width // 2)

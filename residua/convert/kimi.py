@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
 
 from residua.config import choices
 from residua.config.model import ModelConfig
@@ -32,36 +32,14 @@ LINEAR_SPELLINGS = {
 """The same for the keys of its linear_attn_config."""
 
 
-class Kernels(Layout):
-    """Convolutions: theirs [channels, 1, taps], the oldest token first; ours [taps, channels], the newest first."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return (parameter.shape[1] // count,) * count if count else ()
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return rows, 1, ours[0]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return stacked.squeeze(1).flip(-1).T.contiguous()
-
-    def write(self, parameter: Tensor) -> Tensor:
-        return parameter.T.flip(-1).unsqueeze(1).contiguous()
-
-
-class Rates(Layout):
-    """Decay rates: theirs [1, 1, heads, 1], ours [heads]."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return (1,)
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return 1, 1, ours[0], 1
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return stacked.flatten()
-
-    def write(self, parameter: Tensor) -> Tensor:
-        return parameter.view(1, 1, -1, 1)
+KERNELS = Layout(
+    lambda theirs: theirs.squeeze(1).flip(-1).T.contiguous(),
+    lambda ours: ours.T.flip(-1).unsqueeze(1).contiguous(),
+    lambda ours: (ours[1], 1, ours[0]),
+)
+"""Convolutions: theirs [channels, 1, taps], the oldest token first; ours [taps, channels], the newest first."""
+RATES = Layout(torch.flatten, lambda ours: ours.view(1, 1, -1, 1), lambda ours: (1, 1, ours[0], 1))
+"""Decay rates: theirs [1, 1, heads, 1], ours [heads]."""
 
 
 class Latent(SigmoidMixture):
@@ -155,7 +133,7 @@ class KimiLinear(Latent, model_type="kimi_linear"):
         | {"body.router.bias": ("block_sparse_moe.gate.e_score_correction_bias",)}
         | shared_names("block_sparse_moe.shared_experts")
     )
-    LAYOUTS = Family.LAYOUTS | {"convolve.weight": Kernels(), "A_log": Rates()}
+    LAYOUTS: ClassVar[dict[str, Layout]] = {"convolve.weight": KERNELS, "A_log": RATES}
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
         usual = {SPELLINGS.get(key, key): value for key, value in keys.items()}

@@ -2,140 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-class Layout:
-    """Their tensors are the rows of our parameter."""
-
-    exact = True
-    """Whether values are copied unchanged."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The row counts of `count` tensors; `parts` are those of the maps that are fused in the parameter.
-
-        If `count` is 1, the tensor has the rows of all maps.
-        """
-        return (sum(parts),) if count == 1 else parts
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of theirs with `rows` rows; `ours` is our parameter's shape."""
-        return rows, *ours[1:]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        """Our parameter from their tensors, stacked by rows."""
-        return stacked
-
-    def write(self, parameter: Tensor) -> Tensor:
-        """Their tensors, stacked by rows, from our parameter."""
-        return parameter
-
-
-ROWS = Layout()
-
-
-class Transposed(Layout):
-    """Their tensor has inputs as rows (GPT-2's Conv1D)."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return (parameter.shape[1],)
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return rows, ours[0]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return stacked.T.contiguous()
-
-    def write(self, parameter: Tensor) -> Tensor:
-        return parameter.T.contiguous()
-
-
-class Ones(Layout):
-    """Our parameter is 1, whatever theirs is: another parameter absorbs theirs, or they have none."""
-
-    exact = False
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return parts[:count]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return torch.ones_like(stacked)
-
-
-class Stacked(Layout):
-    """The matrices of all experts: theirs [E, rows, C], ours [E·rows, C]."""
-
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return (self.experts,)
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return rows, ours[0] // rows, *ours[1:]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return stacked.flatten(0, 1)
-
-    def write(self, parameter: Tensor) -> Tensor:
-        by_expert: Tensor = parameter.unflatten(0, (self.experts, -1))
-        return by_expert
-
-
-class TransposedStacks(Stacked):
-    """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up alternate (gpt-oss)."""
-
-    def __init__(self, experts: int, *, interleaved: bool) -> None:
-        super().__init__(experts)
-        self.interleaved = interleaved
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return rows, *ours[1:], ours[0] // rows
-
-    def read(self, stacked: Tensor) -> Tensor:
-        return self._turned(stacked.movedim(-1, 1), (-1, 2)).flatten(0, 1)
-
-    def write(self, parameter: Tensor) -> Tensor:
-        return self._turned(super().write(parameter), (2, -1)).movedim(1, -1).contiguous()
-
-    def _turned(self, by_expert: Tensor, pairs: tuple[int, int]) -> Tensor:
-        turned: Tensor = by_expert.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if self.interleaved else by_expert
-        return turned
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Reordered(Layout):
+class Layout:
+    """Computes our parameter from their tensors, stacked by rows, and back; by default, they are its rows."""
+
+    read: Callable[[Tensor], Tensor] = lambda stacked: stacked
+    write: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    shape: Callable[[Shape], Shape] = lambda ours: ours
+    """The shape of their tensors, stacked, from our parameter's."""
+    exact: bool = True
+    """Whether values are copied unchanged."""
+    sizes: Shape | None = None
+    """The row counts of their tensors, if these are not the maps that are fused in our parameter."""
+
+    def rows(self, ours: Shape, parts: Shape, count: int) -> Shape:
+        """The row counts of `count` tensors of a parameter with the shape `ours`, which fuses maps of `parts` rows.
+
+        If `count` is 1, the tensor has all rows; if tensors do not have the rows of our maps, they are of equal size.
+        """
+        if self.sizes is not None:
+            return self.sizes
+        total = self.shape(ours)[0]
+        if count != 1 and sum(parts) == total:
+            return parts
+        return (total // max(1, count),) * count
+
+
+ROWS = Layout()
+TRANSPOSED = Layout(lambda theirs: theirs.T.contiguous(), lambda ours: ours.T.contiguous(), lambda ours: ours[::-1])
+"""Their tensor has inputs as rows (GPT-2's Conv1D)."""
+ONES = Layout(torch.ones_like, exact=False)
+"""Our parameter is 1, whatever theirs is: another parameter absorbs theirs."""
+NO_TENSOR = Layout(torch.ones_like, exact=False, sizes=())
+"""Our parameter is 1, and they have none."""
+
+
+def stacks(experts: int) -> Layout:
+    """The matrices of all experts: theirs [E, rows, C], ours [E·rows, C]."""
+    return Layout(
+        lambda theirs: theirs.flatten(0, 1),
+        lambda ours: ours.unflatten(0, (experts, -1)),
+        lambda ours: (experts, ours[0] // experts, *ours[1:]),
+    )
+
+
+def transposed_stacks(experts: int, *, interleaved: bool) -> Layout:
+    """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up alternate (gpt-oss)."""
+
+    def turned(by_expert: Tensor, pairs: tuple[int, int]) -> Tensor:
+        return by_expert.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if interleaved else by_expert
+
+    return Layout(
+        lambda theirs: turned(theirs.movedim(-1, 1), (-1, 2)).flatten(0, 1),
+        lambda ours: turned(ours.unflatten(0, (experts, -1)), (2, -1)).movedim(1, -1).contiguous(),
+        lambda ours: (experts, *ours[1:], ours[0] // experts),
+    )
+
+
+def reordered(order: Tensor, sizes: Shape | None = None, factor: Tensor | None = None) -> Layout:
     """Our row i is row `order[i]` of their tensors, which have `sizes` rows (None: those of the fused maps).
 
     With `factor` [rows], our row i is factor[i] times theirs.
     """
+    scale = torch.ones(len(order)) if factor is None else factor
+    exact = bool(scale.eq(1).all())
+    if exact and sizes is None and order.equal(torch.arange(len(order))):
+        return ROWS
 
-    order: Tensor
-    sizes: tuple[int, ...] | None = None
-    factor: Tensor | None = None
+    def column(like: Tensor) -> Tensor:
+        return scale.view(-1, *[1] * (like.dim() - 1))
 
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.factor is None
+    def read(theirs: Tensor) -> Tensor:
+        return theirs[order] if exact else theirs[order].float() * column(theirs)
 
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return super().rows(parameter, parts, count) if self.sizes is None else self.sizes
+    def write(ours: Tensor) -> Tensor:
+        scaled = ours if exact else ours.float() / column(ours)
+        return torch.empty_like(scaled).index_copy_(0, order, scaled)
 
-    def read(self, stacked: Tensor) -> Tensor:
-        ordered = stacked[self.order]
-        return ordered if self.factor is None else ordered.float() * self._column(ordered)
-
-    def write(self, parameter: Tensor) -> Tensor:
-        scaled = parameter if self.factor is None else parameter.float() / self._column(parameter)
-        return torch.empty_like(scaled).index_copy_(0, self.order, scaled)
-
-    def _column(self, like: Tensor) -> Tensor:
-        assert self.factor is not None
-        return self.factor.view(-1, *[1] * (like.dim() - 1))
+    return Layout(read, write, exact=exact, sizes=sizes)
 
 
 def turned_order(head_dim: int, turned: int | None = None, *, interleaved: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, expert_names, shared_names, softmax_of
-from residua.convert.layouts import Layout, Stacked, TransposedStacks
+from residua.convert.layouts import Layout, stacks, transposed_stacks
 from residua.convert.llama import Factors, Olmo2
 from residua.errors import UserError
 
@@ -53,7 +53,7 @@ class GraniteMoe(Factors, Mixture, model_type="granitemoe"):
     }
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        return Stacked(config.ffn.experts) if ".experts." in name else super().layout(name, config, keys)
+        return stacks(config.ffn.experts) if ".experts." in name else super().layout(name, config, keys)
 
 
 class GptOss(Mixture, model_type="gpt_oss"):
@@ -92,7 +92,7 @@ class GptOss(Mixture, model_type="gpt_oss"):
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".experts." in name:
-            return TransposedStacks(config.ffn.experts, interleaved=".experts.up" in name)
+            return transposed_stacks(config.ffn.experts, interleaved=".experts.up" in name)
         return super().layout(name, config, keys)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import Family, Names
-from residua.convert.kimi import Kernels
-from residua.convert.layouts import Layout, Reordered, by_head, turned_order
+from residua.convert.kimi import KERNELS
+from residua.convert.layouts import ROWS, Layout, by_head, reordered, turned_order
 from residua.convert.mixture import SharedExpert
 from residua.convert.positions import LINEAR, turned_width
 from residua.errors import UserError
@@ -58,7 +58,7 @@ class GatedHybrid(Family):
         "body.norm.weight": ("linear_attn.norm.weight",),
         "body.out.weight": ("linear_attn.out_proj.weight",),
     }
-    LAYOUTS = Family.LAYOUTS | {"convolve.weight": Kernels()}
+    LAYOUTS: ClassVar[dict[str, Layout]] = {"convolve.weight": KERNELS}
 
     def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
         if LINEAR in self.types(keys):
@@ -86,9 +86,9 @@ class GatedHybrid(Family):
     def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
         """The layout of the delta rule's projections: theirs fuses queries, keys and values, and separates gates."""
         if ".body.gates." in name:
-            return Layout()
+            return ROWS
         keys, values = delta.key_heads * delta.head_dim, delta.value_heads * delta.head_dim
-        return Reordered(torch.arange(2 * keys + 2 * values), (2 * keys + values, values))
+        return reordered(torch.arange(2 * keys + 2 * values), (2 * keys + values, values))
 
 
 def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -> Layout:
@@ -98,7 +98,7 @@ def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -
     rows = by_head((heads, kv, kv), (torch.cat([order, width + torch.arange(width)]), order, torch.arange(width)))
     first = rows[: 2 * heads * width].unflatten(0, (heads, 2, width))
     ordered = torch.cat([first[:, 0].flatten(), rows[2 * heads * width :], first[:, 1].flatten()])
-    return Reordered(ordered, (2 * heads * width, kv * width, kv * width))
+    return reordered(ordered, (2 * heads * width, kv * width, kv * width))
 
 
 class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
@@ -126,7 +126,7 @@ class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
         order = _parts_first(delta.key_heads, [part * width for part in parts])
         if ".body.gates." in name:
             order = torch.cat(order.chunk(2)[::-1])
-        return Reordered(order)
+        return reordered(order)
 
 
 def _parts_first(heads: int, parts: list[int]) -> Tensor:

@@ -22,7 +22,6 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.convert.families import find_family
 from residua.convert.family import Family, Names, Rule, is_known
-from residua.convert.layouts import Layout
 from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.errors import UserError
 from residua.files import atomic_folder, refuse_used, write_atomically
@@ -109,11 +108,11 @@ class _Keys(OpenShape):
     residua: dict[str, Any]
 
 
-class _Whole(Layout):
+class _Whole(Rule):
     """Their tensor equals our parameter and may have any shape."""
 
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return ours
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.theirs[0], self.shape
 
 
 class Export(Family):
@@ -132,7 +131,7 @@ class Export(Family):
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         for name, tensor in model_tensors(shapes(config)).items():
-            yield Rule(name, tuple(tensor.shape), (exported_name(name),), (1,), layout=_Whole())
+            yield _Whole(name, tuple(tensor.shape), (exported_name(name),), (1,))
 
 
 def load_folder(folder: Path) -> Decoder:

@@ -5,7 +5,7 @@ import torch
 
 from residua import ops
 from residua.config.positions import PartialRope
-from residua.convert.layouts import Reordered, by_head, turned_order
+from residua.convert.layouts import by_head, reordered, turned_order
 from residua.model.rope import rotary_table
 
 HEAD, TURNED, THETA = 8, 4, 50.0
@@ -28,7 +28,7 @@ def test_partially_rotated_heads_match_the_equation(interleaved: bool) -> None:
 
 
 def test_reordered_rows_survive_a_round_trip() -> None:
-    layout = Reordered(
+    layout = reordered(
         by_head((2, 1), (turned_order(HEAD, TURNED), torch.arange(HEAD))), factor=torch.arange(1.0, 25.0)
     )
     stored = torch.randn(24, 5)
