@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from residua.convert import deepseek, gemma, gpt, kimi, llama, mixture, qwen_next
+from residua.convert import gemma, gpt, latent, llama, mixture, qwen_next
 from residua.convert.family import FAMILIES, find_family
 
-__all__ = ["FAMILIES", "deepseek", "find_family", "gemma", "gpt", "kimi", "llama", "mixture", "qwen_next"]
+__all__ = ["FAMILIES", "find_family", "gemma", "gpt", "latent", "llama", "mixture", "qwen_next"]

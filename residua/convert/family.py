@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
+from residua.config.positions import PartialRope
 from residua.config.settings import flat
 from residua.convert.layouts import ROWS, Layout, by_head, reordered, turned_order
 from residua.convert.positions import (
     FULL,
     SLIDING,
-    layer_windows,
     read_layered_positions,
     read_positions,
-    turned_width,
     write_positions,
     write_windows,
 )  # fmt: skip
@@ -373,8 +372,13 @@ class Family:
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys for windowed attention, if layers have a window."""
-        off = "use_sliding_window" in self.WINDOWS and not keys.get("use_sliding_window")
-        return {} if off or not self.WINDOWS else layer_windows(keys, self.types(keys))
+        if not self.WINDOWS or ("use_sliding_window" in self.WINDOWS and not keys.get("use_sliding_window")):
+            return {}
+        types = self.types(keys)
+        sliding = [layer for layer, kind in enumerate(types) if kind == SLIDING]
+        if not sliding or keys.get("sliding_window") is None:
+            return {}
+        return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
 
     def types(self, keys: dict[str, Any]) -> list[str]:
         """transformers' `layer_types`, given or derived."""
@@ -475,8 +479,9 @@ class Family:
 
     def head_order(self, width: int, config: ModelConfig) -> Tensor:
         """The order of their elements in a head of queries or keys."""
-        turned = turned_width(config) if self.partial or self.interleaved else width
-        return turned_order(width, turned, interleaved=self.interleaved)
+        scaling = softmax_of(config).rope_scaling
+        share = scaling.share if isinstance(scaling, PartialRope) else 1.0
+        return turned_order(width, 2 * int(share * (width // 2)), interleaved=self.interleaved)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         """The rule for every parameter of a model, in the model's order; `keys` are those of config.json."""

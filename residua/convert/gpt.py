@@ -11,8 +11,8 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import PLAIN, Family, Rule, alike
-from residua.convert.layouts import NO_TENSOR, ONES, TRANSPOSED, Layout, reordered, turned_order
-from residua.convert.positions import FULL, turned_width
+from residua.convert.layouts import NO_TENSOR, ONES, TRANSPOSED, Layout, reordered
+from residua.convert.positions import FULL
 from residua.errors import UserError
 from residua.ops._runtime.numeric import rms
 
@@ -149,8 +149,7 @@ class GPTNeoX(PlainFeedForwards, model_type="gpt_neox"):
             return super().layout(name, config, keys)
         width = head_dim(config)
         rows = torch.arange(3 * config.softmax.heads * width).view(-1, 3, width).transpose(0, 1)
-        order = turned_order(width, turned_width(config))
-        return reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]))
+        return reordered(torch.cat([rows[:2, :, self.head_order(width, config)].flatten(), rows[2].flatten()]))
 
 
 class HeadWithBias(Rule):

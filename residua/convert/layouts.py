@@ -44,6 +44,14 @@ ONES = Layout(torch.ones_like, exact=False)
 """Our parameter is 1, whatever theirs is: another parameter absorbs theirs."""
 NO_TENSOR = Layout(torch.ones_like, exact=False, sizes=())
 """Our parameter is 1, and they have none."""
+KERNELS = Layout(
+    lambda theirs: theirs.squeeze(1).flip(-1).T.contiguous(),
+    lambda ours: ours.T.flip(-1).unsqueeze(1).contiguous(),
+    lambda ours: (ours[1], 1, ours[0]),
+)
+"""Convolutions: theirs [channels, 1, taps], the oldest token first; ours [taps, channels], the newest first."""
+RATES = Layout(torch.flatten, lambda ours: ours.view(1, 1, -1, 1), lambda ours: (1, 1, ours[0], 1))
+"""Decay rates: theirs [1, 1, heads, 1], ours [heads]."""
 
 
 def stacks(experts: int) -> Layout:

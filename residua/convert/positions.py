@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from residua.config import positions as scalings
-from residua.config.model import ModelConfig, head_dim
+from residua.config.model import ModelConfig
 from residua.errors import UserError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -59,13 +59,6 @@ def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[
         del numbers["original_context"]
     kind = {"dynamic_ntk": "dynamic", "partial": "default"}.get(scaling.kind, scaling.kind)
     return {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}, "rope_theta": theta}
-
-
-def turned_width(config: ModelConfig) -> int:
-    """How many leading elements of a softmax head rotate."""
-    scaling = None if config.softmax is None else config.softmax.rope_scaling
-    share = scaling.share if isinstance(scaling, scalings.PartialRope) else 1.0
-    return 2 * int(share * (head_dim(config) // 2))
 
 
 def read_layered_positions(keys: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
@@ -151,14 +144,6 @@ READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] =
         "factor": found.get("factor", 1.0),
     },
 }
-
-
-def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
-    """The keys of a window from transformers' `layer_types`."""
-    sliding = [layer for layer, kind in enumerate(types) if kind == SLIDING]
-    if not sliding or keys.get("sliding_window") is None:
-        return {}
-    return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
 
 
 def write_windows(config: ModelConfig, other: str) -> dict[str, Any]:

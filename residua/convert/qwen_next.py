@@ -10,11 +10,10 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names
-from residua.convert.kimi import KERNELS
-from residua.convert.layouts import ROWS, Layout, by_head, reordered, turned_order
+from residua.convert.family import Family, Names, mixer_of
+from residua.convert.layouts import KERNELS, ROWS, Layout, by_head, reordered
 from residua.convert.mixture import SharedExpert
-from residua.convert.positions import LINEAR, turned_width
+from residua.convert.positions import LINEAR
 from residua.errors import UserError
 
 DELTA_EPS = choices.RMSNorm().eps
@@ -76,9 +75,9 @@ class GatedHybrid(Family):
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".body.project." in name or ".body.gates." in name:
-            mixer = config.mixers[int(name.split(".")[1]) // 2]
+            mixer = mixer_of(name, config)
             if isinstance(mixer, choices.SoftmaxAttention):
-                return _gated_queries(mixer, head_dim(config), turned_width(config))
+                return _gated_queries(mixer, self.head_order(head_dim(config), config))
             assert isinstance(mixer, choices.GatedDeltaNet)
             return self.delta_layout(name, mixer)
         return super().layout(name, config, keys)
@@ -91,10 +90,9 @@ class GatedHybrid(Family):
         return reordered(torch.arange(2 * keys + 2 * values), (2 * keys + values, values))
 
 
-def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -> Layout:
+def _gated_queries(softmax: choices.SoftmaxAttention, order: Tensor) -> Layout:
     """Theirs stores each head's query followed by its gate; ours stores all gates after the values."""
-    heads, kv = softmax.heads, softmax.kv_heads or softmax.heads
-    order = turned_order(width, turned)
+    heads, kv, width = softmax.heads, softmax.kv_heads or softmax.heads, len(order)
     rows = by_head((heads, kv, kv), (torch.cat([order, width + torch.arange(width)]), order, torch.arange(width)))
     first = rows[: 2 * heads * width].unflatten(0, (heads, 2, width))
     ordered = torch.cat([first[:, 0].flatten(), rows[2 * heads * width :], first[:, 1].flatten()])
@@ -121,18 +119,11 @@ class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
     def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
         """Theirs stores each key head with the value heads that use it, and β before the decay."""
         served = delta.value_heads // delta.key_heads
-        width = 1 if ".body.gates." in name else delta.head_dim
-        parts = (served, served) if ".body.gates." in name else (1, 1, served, served)
-        order = _parts_first(delta.key_heads, [part * width for part in parts])
-        if ".body.gates." in name:
-            order = torch.cat(order.chunk(2)[::-1])
-        return reordered(order)
-
-
-def _parts_first(heads: int, parts: list[int]) -> Tensor:
-    """The order that groups rows by part, where each of the heads stores rows of all `parts` together."""
-    rows = torch.arange(heads * sum(parts)).unflatten(0, (heads, -1))
-    return torch.cat([part.flatten() for part in rows.split(parts, 1)])
+        gates, width = ".body.gates." in name, delta.head_dim
+        parts = [served, served] if gates else [width, width, served * width, served * width]
+        rows = torch.arange(delta.key_heads * sum(parts)).unflatten(0, (delta.key_heads, -1))
+        by_part = [part.flatten() for part in rows.split(parts, 1)]
+        return reordered(torch.cat(by_part[::-1] if gates else by_part))
 
 
 class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):

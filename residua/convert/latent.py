@@ -1,8 +1,10 @@
-"""Kimi Linear: a hybrid of delta attention and latent attention, with experts after the first layers."""
+"""Families with latent attention and experts: DeepSeek-V2 and V3, Kimi Linear. transformers is the reference."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, expert_names, shared_names
-from residua.convert.layouts import Layout
+from residua.convert.layouts import KERNELS, RATES, Layout, by_head, reordered, turned_order
 from residua.convert.mixture import SigmoidMixture
 from residua.convert.positions import FULL, LINEAR
 from residua.errors import UserError
@@ -32,16 +34,6 @@ LINEAR_SPELLINGS = {
 """The same for the keys of its linear_attn_config."""
 
 
-KERNELS = Layout(
-    lambda theirs: theirs.squeeze(1).flip(-1).T.contiguous(),
-    lambda ours: ours.T.flip(-1).unsqueeze(1).contiguous(),
-    lambda ours: (ours[1], 1, ours[0]),
-)
-"""Convolutions: theirs [channels, 1, taps], the oldest token first; ours [taps, channels], the newest first."""
-RATES = Layout(torch.flatten, lambda ours: ours.view(1, 1, -1, 1), lambda ours: (1, 1, ours[0], 1))
-"""Decay rates: theirs [1, 1, heads, 1], ours [heads]."""
-
-
 class Latent(SigmoidMixture):
     """Latent attention, and experts."""
 
@@ -55,6 +47,13 @@ class Latent(SigmoidMixture):
         "attention.query_rank": ("q_lora_rank",),
     }
     SETTINGS = SigmoidMixture.SETTINGS | {"attention.kind": "mla", "attention.query_rank": None}
+    DEFAULTS = SigmoidMixture.DEFAULTS | {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
     ATTENTION: ClassVar[Names] = {
         "norm.weight": ("input_layernorm.weight",),
         "body.project.weight": ("self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
@@ -77,6 +76,68 @@ class Latent(SigmoidMixture):
         return names | {"body.project.weight": ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")}
 
 
+class DeepseekV3(Latent, model_type="deepseek_v3"):
+    """DeepSeek-V3, Kimi K2, Moonlight: latent attention, sigmoid scores, a choice among groups of experts."""
+
+    DEFAULTS = Latent.DEFAULTS | {"q_lora_rank": 1536, "n_group": 8, "topk_group": 4}
+    UNKNOWN = Latent.UNKNOWN | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+    FREE: ClassVar[dict[str, Any]] = {"rope_interleave": True}
+
+    def score_factor(self, width: int, keys: Mapping[str, Any]) -> float:
+        """The factor by which YaRN with `mscale_all_dim` scales scores, (0.1 · mscale_all_dim · ln factor + 1)²."""
+        stored = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+        weight, factor = stored.get("mscale_all_dim"), stored.get("factor") or 1.0
+        return float((0.1 * weight * math.log(factor) + 1) ** 2) if weight and factor > 1 else 1.0
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        latent = config.latent
+        assert latent is not None
+        queries = name.endswith("body.query.weight")
+        if not queries and not name.endswith("body.project.weight"):
+            return super().layout(name, config, keys)
+        turned = turned_order(latent.shared_dim, interleaved=keys.get("rope_interleave", True))
+        head = torch.cat([torch.arange(latent.head_dim), latent.head_dim + turned])
+        rows = by_head((latent.heads,), (head,))
+        factor = torch.full((len(rows),), self.score_factor(latent.head_dim, keys))
+        if not queries:
+            if latent.query_rank is not None:
+                rows, factor = torch.arange(latent.query_rank), torch.ones(latent.query_rank)
+            shared = torch.cat([torch.arange(latent.rank), latent.rank + turned])
+            rows, factor = torch.cat([rows, len(rows) + shared]), torch.cat([factor, torch.ones(len(shared))])
+        return reordered(rows, factor=factor)
+
+
+class DeepseekV2(DeepseekV3, model_type="deepseek_v2"):
+    """DeepSeek-V2 and V2-Lite: latent attention, softmax scores, a choice among groups of experts if switched on."""
+
+    SETTINGS = DeepseekV3.SETTINGS | {"ffn.router.kind": "softmax_scores"}
+    ABSENT = ("rope_interleave",)
+    DEFAULTS = DeepseekV3.DEFAULTS | {
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    }
+    UNKNOWN = DeepseekV3.UNKNOWN | {
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),  # transformers ignores this key
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+    }
+    FREE: ClassVar[dict[str, Any]] = {}
+
+    def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
+        greedy = keys["topk_method"] != "group_limited_greedy"
+        return super().settings(keys) | ({"ffn.router.groups": 1, "ffn.router.top_groups": 1} if greedy else {})
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        return keys | {"topk_method": "greedy" if keys["n_group"] == 1 else "group_limited_greedy"}
+
+
 class KimiLinear(Latent, model_type="kimi_linear"):
     """Kimi Linear: delta and latent attention without positions, sigmoid scores, dense first layers."""
 
@@ -94,25 +155,19 @@ class KimiLinear(Latent, model_type="kimi_linear"):
         }
     )
     SETTINGS = Latent.SETTINGS | {"linear.kind": "kimi_delta"}
-    DEFAULTS = SigmoidMixture.DEFAULTS | {
+    DEFAULTS = Latent.DEFAULTS | {
         "rms_norm_eps": 1e-5,
         "moe_intermediate_size": 1024,
         "num_local_experts": 256,
         "routed_scaling_factor": 2.446,
         "first_k_dense_replace": 1,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
         "linear_head_dim": 128,
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,
     }
-    UNKNOWN = Family.UNKNOWN | {
-        "attention_bias": (False,),
+    UNKNOWN = Latent.UNKNOWN | {
         "mla_use_nope": (True,),
         "moe_router_activation_func": ("sigmoid",),
-        "moe_layer_freq": (1,),
         "num_nextn_predict_layers": (0,),
     }
     OTHER_ATTENTION: ClassVar[Names] = {
