@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -265,7 +266,8 @@ class Family:
         **alike("body.gate_up", "mlp.gate_proj", "mlp.up_proj"),
         **alike("body.out", "mlp.down_proj"),
     }
-
+    LEFT_OUT: ClassVar[str] = ""
+    """A pattern of tensor names to ignore; `{layers}` stands for the number of layers."""
     LAYOUTS: ClassVar[dict[str, Layout]] = {}
     """Name suffix → layout, for parameters whose tensors in the folder are not simply their rows."""
 
@@ -285,7 +287,7 @@ class Family:
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
         """Whether to ignore a tensor of a folder, as transformers does."""
-        return False
+        return re.fullmatch(self.LEFT_OUT.replace("{layers}", str(config.layers)), tensor) is not None
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a config.json describes; raises a ValueError that names what is not supported."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -32,10 +31,7 @@ class PlainFeedForwards(LayerNormed):
 
     ACTS = PLAIN
     SETTINGS = LayerNormed.SETTINGS | {"attention.bias": "all", "ffn.bias": True}
-
-    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """True for masks that old versions of transformers wrote."""
-        return re.fullmatch(r"\w+\.(h|layers)\.\d+\.(attn|attention)\.(masked_)?bias", tensor) is not None
+    LEFT_OUT = r"\w+\.(h|layers)\.\d+\.(attn|attention)\.(masked_)?bias"  # masks in folders of old versions
 
 
 class Olmo(LayerNormed, model_type="olmo"):

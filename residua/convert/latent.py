@@ -143,6 +143,7 @@ class KimiLinear(Latent, model_type="kimi_linear"):
 
     MIXERS = (choices.LatentAttention, choices.KimiDelta)
     OTHER = LINEAR
+    LEFT_OUT = ""
     WINDOWS = ("layer_types",)
     HELD_BY = (
         {"linear.eps": ("rms_norm_eps",)}
@@ -211,9 +212,6 @@ class KimiLinear(Latent, model_type="kimi_linear"):
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         return not layer or layer % 4 != 0
-
-    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        return False
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = {"num_attention_heads": 1} | super().keys(config)  # without latent attention, it needs the key too

@@ -239,4 +239,3 @@ class Granite(Factors, Llama, model_type="granite"):
     """Granite 3: factors on embedding, scores, residuals and logits, which go into the weights."""
 
     HELD_BY = Llama.HELD_BY | Factors.HELD_BY
-    SETTINGS = Llama.SETTINGS

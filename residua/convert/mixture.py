@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -32,9 +31,9 @@ class Mixture(Family):
 class Mixtral(Mixture, model_type="mixtral"):
     """Mixtral: Mistral with experts, whose chosen weights sum to one."""
 
-    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "norm_topk_prob": True}
-    ABSENT = ("norm_topk_prob",)
-    HELD_BY = Mixture.HELD_BY | {"ffn.experts": ("num_local_experts",)}
+    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    HELD_BY = Family.HELD_BY | {"ffn.experts": ("num_local_experts",), "ffn.top_k": ("num_experts_per_tok",)}
+    SETTINGS = Mixture.SETTINGS | {"ffn.normalize": True}
     WINDOWS = ("sliding_window",)
     FEED_FORWARD = NORM | expert_names("block_sparse_moe", ("w1", "w3", "w2"))
 
@@ -42,10 +41,8 @@ class Mixtral(Mixture, model_type="mixtral"):
 class GraniteMoe(Factors, Mixture, model_type="granitemoe"):
     """Granite 3 MoE: the same factors, and experts whose chosen weights sum to one."""
 
-    DEFAULTS = Factors.DEFAULTS | {"norm_topk_prob": True}
-    ABSENT = ("norm_topk_prob",)
     HELD_BY = Mixtral.HELD_BY | Factors.HELD_BY
-    SETTINGS = Mixture.SETTINGS
+    SETTINGS = Mixtral.SETTINGS
     FEED_FORWARD = NORM | {
         "body.router.weight": ("block_sparse_moe.router.layer.weight",),
         "body.experts.up": ("block_sparse_moe.input_linear.weight",),
@@ -74,11 +71,9 @@ class GptOss(Mixture, model_type="gpt_oss"):
         "sliding_window": 128,
         "sliding_window_pattern": 2,
         "attention_bias": True,
-        "norm_topk_prob": True,
     }
-    ABSENT = ("norm_topk_prob",)
     HELD_BY = Mixtral.HELD_BY
-    SETTINGS = Mixture.SETTINGS | {"attention.sink": "learned", "ffn.activation": "clamped_swiglu", "ffn.bias": True}
+    SETTINGS = Mixtral.SETTINGS | {"attention.sink": "learned", "ffn.activation": "clamped_swiglu", "ffn.bias": True}
     UNKNOWN = Family.UNKNOWN | {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
     ATTENTION = Family.ATTENTION | {"body.sink": ("self_attn.sinks",)}
     FEED_FORWARD = NORM | {
@@ -116,14 +111,11 @@ class Olmoe(Mixture, model_type="olmoe"):
     UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
 
 
-class FlexOlmo(Mixture, model_type="flex_olmo"):
+class FlexOlmo(Olmo2, Mixture, model_type="flex_olmo"):
     """FlexOlmo: OLMo 2 with experts, whose weights need not sum to one."""
 
-    BIAS = ("attention_bias", "all")
-    QK_NORM = Olmo2.QK_NORM
     SETTINGS = Mixture.SETTINGS | Olmo2.SETTINGS
     DEFAULTS = Family.DEFAULTS | {"rope_theta": 500_000.0}
-    ATTENTION = Olmo2.ATTENTION
     FEED_FORWARD = expert_names() | {"after.weight": ("post_feedforward_layernorm.weight",)}
 
 
@@ -206,10 +198,7 @@ class SigmoidMixture(Mixture):
         | {"body.router.bias": ("mlp.gate.e_score_correction_bias",)}
         | shared_names("mlp.shared_experts")
     )
-
-    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """True for layers after the last, which predict further tokens in training."""
-        return re.match(rf"model\.layers\.{config.layers}\.", tensor) is not None
+    LEFT_OUT = r"model\.layers\.{layers}\..*"  # layers after the last predict further tokens in training
 
     def settings(self, keys: dict[str, Any]) -> dict[str, Any]:
         dense, types = keys["first_k_dense_replace"], keys.get("mlp_layer_types")

@@ -99,18 +99,28 @@ def _gated_queries(softmax: choices.SoftmaxAttention, order: Tensor) -> Layout:
     return reordered(ordered, (2 * heads * width, kv * width, kv * width))
 
 
-class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
-    """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
+class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
+    """Qwen3.5, text only: gated attention in every fourth layer, the gated delta rule in the others."""
+
+
+class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
+    """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
     HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
     SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
     DEFAULTS = GatedHybrid.DEFAULTS | {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 10,
-        "num_experts": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
         "norm_topk_prob": True,
     }
+
+
+class Qwen3Next(Qwen3_5Moe, model_type="qwen3_next"):
+    """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
+
+    DEFAULTS = Qwen3_5Moe.DEFAULTS | {"num_experts": 512, "num_experts_per_tok": 10}
     OTHER_ATTENTION = GatedHybrid.OTHER_ATTENTION | {
         "body.project.weight": ("linear_attn.in_proj_qkvz.weight",),
         "body.gates.weight": ("linear_attn.in_proj_ba.weight",),
@@ -124,15 +134,3 @@ class Qwen3Next(GatedHybrid, SharedExpert, model_type="qwen3_next"):
         rows = torch.arange(delta.key_heads * sum(parts)).unflatten(0, (delta.key_heads, -1))
         by_part = [part.flatten() for part in rows.split(parts, 1)]
         return reordered(torch.cat(by_part[::-1] if gates else by_part))
-
-
-class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
-    """Qwen3.5, text only: gated attention in every fourth layer, the gated delta rule in the others."""
-
-
-class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
-    """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
-
-    HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
-    SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
-    DEFAULTS = Qwen3Next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
