@@ -46,37 +46,34 @@ class DenseChoice(Frozen):
         return 0
 
 
-class SwiGLU(DenseChoice):
-    """down( silu(gate x) ⊙ up x )."""
+class GatedChoice(DenseChoice):
+    """One half of the hidden channels gates the other."""
 
     gated: ClassVar[bool] = True
     kept_hidden: ClassVar[int] = 3
+
+
+class SwiGLU(GatedChoice):
+    """down( silu(gate x) ⊙ up x )."""
 
     kind: Literal["swiglu"] = "swiglu"
 
 
-class GLU(DenseChoice):
+class GLU(GatedChoice):
     """down( sigmoid(gate x) ⊙ up x )."""
-
-    gated: ClassVar[bool] = True
-    kept_hidden: ClassVar[int] = 3
 
     kind: Literal["glu"] = "glu"
 
 
-class GeGLU(DenseChoice):
+class GeGLU(GatedChoice):
     """down( gelu(gate x) ⊙ up x ), gelu by its tanh approximation (Gemma)."""
-
-    gated: ClassVar[bool] = True
-    kept_hidden: ClassVar[int] = 3
 
     kind: Literal["geglu"] = "geglu"
 
 
-class ClampedSwiGLU(DenseChoice):
+class ClampedSwiGLU(GatedChoice):
     """down( (clip(up x, ±7) + 1) ⊙ g σ(1.702 g) ), g = min(gate x, 7) (gpt-oss)."""
 
-    gated: ClassVar[bool] = True
     kept_hidden: ClassVar[int] = 5
 
     kind: Literal["clamped_swiglu"] = "clamped_swiglu"

@@ -58,15 +58,8 @@ class Embedding(nn.Embedding):
         return x if self.embed_scale == 1 else x * self.embed_scale
 
 
-class Places(nn.Embedding):
+class Places(Embedding):
     """Learned positions: x_t + P_t, t the token's position in its document. P [places, C] is normal with `std`."""
-
-    def __init__(self, places: int, width: int, *, std: float) -> None:
-        self.std = std  # set first: nn.Embedding's constructor initialises the weight
-        super().__init__(places, width)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
 
     def check(self, tokens: int) -> None:
         """Refuse sequences with more tokens than places."""

@@ -128,26 +128,15 @@ class UnitRMSNorm(Norm):
         return rms(x, self.eps)
 
 
-class LayerNorm(Norm):
+class LayerNorm(nn.LayerNorm, Norm):
     """y = weight ⊙ (x − mean(x)) / sqrt(var(x) + eps) + bias; `bias`, or both parameters, can be configured away."""
 
     scale_invariant = True
     eps: float
 
     def __init__(self, config: choices.LayerNorm, width: int) -> None:
-        super().__init__()
-        self.eps = config.eps
-        has_gain, has_bias = config.parameters != "none", config.parameters == "gain_and_bias"
-        self.weight = nn.Parameter(torch.empty(width)) if has_gain else None
-        self.bias = nn.Parameter(torch.empty(width)) if has_bias else None
-        self.fixed = not has_gain
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.fixed = config.parameters == "none"
+        super().__init__(width, config.eps, not self.fixed, config.parameters == "gain_and_bias")
 
     def forward(self, x: Tensor) -> Tensor:
         h = wide(x)
@@ -160,13 +149,10 @@ class LayerNorm(Norm):
         if not isinstance(old, LayerNorm):
             return super().begin_as(old)
         self.reset_parameters()
-        lost = False
-        for name, theirs in old.named_parameters():
-            ours = getattr(self, name)
-            lost |= ours is None
-            if ours is not None:
-                ours.copy_(theirs)
-        return InitFidelity.NOT if lost else InitFidelity.EXACTLY
+        ours, theirs = dict(self.named_parameters()), dict(old.named_parameters())
+        for name in ours.keys() & theirs.keys():
+            ours[name].copy_(theirs[name])
+        return InitFidelity.EXACTLY if theirs.keys() <= ours.keys() else InitFidelity.NOT
 
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:
