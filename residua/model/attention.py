@@ -85,7 +85,7 @@ class QKNorm(QueryKeyNorm):
 
     @property
     def in_kernels(self) -> bool:
-        return self.eps == KEY_EPS
+        return type(self) is QKNorm and self.eps == KEY_EPS
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
         return ops.norm_rotate(q, self.query, *table, eps=self.eps)
@@ -96,10 +96,6 @@ class QKNorm(QueryKeyNorm):
 
 class QKVNorm(QKNorm):
     """`QKNorm`, plus RMS over head_dim without a gain for values (Gemma 4)."""
-
-    @property
-    def in_kernels(self) -> bool:
-        return False
 
     def norm_values(self, v: Tensor) -> Tensor:
         return ops.rms(v, eps=self.eps)
@@ -115,10 +111,6 @@ class JointQKNorm(QKNorm):
     @property
     def gains(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a norm over all heads has no gain per head")
-
-    @property
-    def in_kernels(self) -> bool:
-        return False
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
         return ops.rotate(ops.rms_norm(q.flatten(-2), self.query, eps=self.eps).view_as(q), table)

@@ -104,19 +104,11 @@ def _visible(k: Tensor, segments: Tensor | None, window: int | None, positions: 
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None, softcap: float | None) -> Tensor:
-    if sink is None and softcap is None:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1 and q.is_cuda:  # torch has no kernel for a mask with grouped heads
-            k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    groups, plain = q.shape[1] // k.shape[1], sink is None and softcap is None
+    if groups > 1 and (q.is_cuda or not plain):  # on CUDA, torch has no kernel for a mask with grouped heads
+        k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    if plain:
         return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
-    return _dense_by_score(q, k, v, visible, sink, softcap)
-
-
-def _dense_by_score(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None, softcap: float | None
-) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     scores = soft_cap((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5, softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if sink is None:
