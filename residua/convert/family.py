@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from typing import Annotated, Any, ClassVar
@@ -23,7 +22,7 @@ from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import PartialRope
 from residua.config.settings import flat
-from residua.convert.layouts import ROWS, Layout, by_head, reordered, turned_order
+from residua.convert.layouts import ROWS, Layout, Rule, by_head, reordered, turned_order
 from residua.convert.positions import (
     FULL,
     SLIDING,
@@ -116,46 +115,6 @@ def find_family(model_type: object) -> Family:
         why = "" if lacks is None else f", because Residua lacks {lacks}"
         raise UserError(f"model_type = {model_type!r} is not a supported family{why}: the nearest is {nearest!r}.")
     return FAMILIES[str(model_type)]()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How to form one parameter of ours: their tensors, stacked by `rows`, then (x + shift) · scale."""
-
-    ours: str
-    shape: tuple[int, ...]
-    theirs: tuple[str, ...]
-    rows: tuple[int, ...]
-    shift: float = 0.0
-    scale: float = 1.0
-    layout: Layout = ROWS
-    also: tuple[str, ...] = ()
-    """More of their tensors that this rule reads; other rules write them."""
-
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The names and shapes of their tensors."""
-        for name, rows in zip(self.theirs, self.rows, strict=True):
-            yield name, (rows, *self.layout.shape(self.shape)[1:])
-
-    @property
-    def exact(self) -> bool:
-        """Whether values are copied unchanged and can therefore keep their precision."""
-        return self.shift == 0 and self.scale == 1 and self.layout.exact
-
-    def read(self, parts: list[Tensor]) -> Tensor:
-        """Our parameter from their tensors."""
-        parts = parts or [torch.empty(self.shape)]  # they have no such tensor
-        whole = self.layout.read(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return whole if self.exact else (whole.float() + self.shift) * self.scale
-
-    def write(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Their tensors from our parameter."""
-        whole = parameter if self.exact else parameter.float() / self.scale - self.shift
-        if not self.theirs:
-            if not torch.equal(self.read([]), whole):
-                raise UserError(f"parameter {self.ours} has no counterpart in this layout, and differs from 1.")
-            return {}
-        return dict(zip(self.theirs, self.layout.write(whole).split(self.rows), strict=True))
 
 
 def alike(name: str, *projections: str) -> Names:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import PLAIN, Family, Rule, alike
-from residua.convert.layouts import NO_TENSOR, ONES, TRANSPOSED, Layout, reordered
+from residua.convert.family import PLAIN, Family, alike
+from residua.convert.layouts import NO_TENSOR, ONES, TRANSPOSED, Layout, Rule, reordered
 from residua.convert.positions import FULL
 from residua.errors import UserError
 from residua.ops._runtime.numeric import rms

@@ -1,12 +1,14 @@
-"""How the tensors of a folder are laid out in our parameters: as rows, reordered, scaled, or transposed."""
+"""How our parameters are read from the tensors of a folder, and written: as rows, reordered, scaled, or transposed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from residua.errors import UserError
 
 Shape = tuple[int, ...]
 
@@ -97,6 +99,46 @@ def reordered(order: Tensor, sizes: Shape | None = None, factor: Tensor | None =
         return torch.empty_like(scaled).index_copy_(0, order, scaled)
 
     return Layout(read, write, exact=exact, sizes=sizes)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to form one parameter of ours: their tensors, stacked by `rows`, then (x + shift) · scale."""
+
+    ours: str
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...]
+    shift: float = 0.0
+    scale: float = 1.0
+    layout: Layout = ROWS
+    also: tuple[str, ...] = ()
+    """More of their tensors that this rule reads; other rules write them."""
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The names and shapes of their tensors."""
+        for name, rows in zip(self.theirs, self.rows, strict=True):
+            yield name, (rows, *self.layout.shape(self.shape)[1:])
+
+    @property
+    def exact(self) -> bool:
+        """Whether values are copied unchanged and can therefore keep their precision."""
+        return self.shift == 0 and self.scale == 1 and self.layout.exact
+
+    def read(self, parts: list[Tensor]) -> Tensor:
+        """Our parameter from their tensors."""
+        parts = parts or [torch.empty(self.shape)]  # they have no such tensor
+        whole = self.layout.read(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return whole if self.exact else (whole.float() + self.shift) * self.scale
+
+    def write(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Their tensors from our parameter."""
+        whole = parameter if self.exact else parameter.float() / self.scale - self.shift
+        if not self.theirs:
+            if not torch.equal(self.read([]), whole):
+                raise UserError(f"parameter {self.ours} has no counterpart in this layout, and differs from 1.")
+            return {}
+        return dict(zip(self.theirs, self.layout.write(whole).split(self.rows), strict=True))
 
 
 def turned_order(head_dim: int, turned: int | None = None, *, interleaved: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.families import find_family
-from residua.convert.family import Rule
+from residua.convert.layouts import Rule
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
 from residua.export.bundle import bundle, license_text, users_modules

@@ -21,7 +21,8 @@ from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.convert.families import find_family
-from residua.convert.family import Family, Names, Rule, is_known
+from residua.convert.family import Family, Names, is_known
+from residua.convert.layouts import Rule
 from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.errors import UserError
 from residua.files import atomic_folder, refuse_used, write_atomically
