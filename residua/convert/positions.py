@@ -7,11 +7,11 @@ transformers stores rotary positions in `rope_parameters` (`rope_scaling` before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from residua.config import positions as scalings
 from residua.config.model import ModelConfig
+from residua.config.settings import Frozen
 from residua.errors import UserError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -43,7 +43,7 @@ def read_positions(config: dict[str, Any], *, partial: bool = False) -> dict[str
     if not isinstance(kind, str) or kind not in READERS:
         raise UserError(f"rope_type = {kind!r} is not supported: known are default, {', '.join(READERS)}.")
     try:
-        return {"rope_theta": theta, "rope_scaling": READERS[kind](stored, config)}
+        return {"rope_theta": theta, "rope_scaling": _read_scaling(kind, stored, config)}
     except KeyError as error:
         raise UserError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json lacks.") from None
     except (TypeError, ValueError, ZeroDivisionError):
@@ -76,74 +76,48 @@ def read_layered_positions(keys: dict[str, Any], *, partial: bool = False) -> di
     return positions | {"local_rope_theta": local["rope_theta"]}
 
 
-def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:
-    """The original training length; like transformers, prefers the key outside the table."""
-    inside = stored.get("original_max_position_embeddings", config["max_position_embeddings"])
-    return int(config.get("original_max_position_embeddings") or inside)
+READERS: dict[str, tuple[type[Frozen], tuple[str, ...]]] = {
+    "linear": (scalings.LinearRope, ("factor",)),
+    "dynamic": (scalings.DynamicRope, ("factor",)),
+    "yarn": (scalings.YarnRope, ("factor",)),
+    "longrope": (scalings.LongRope, ("short_factor", "long_factor")),
+    "llama3": (scalings.Llama3Rope, ("factor", "low_freq_factor", "high_freq_factor")),
+    "proportional": (scalings.ProportionalRope, ()),
+}
+"""`rope_type` → our table, and the keys that transformers requires."""
 
 
-def _factor(stored: dict[str, Any], config: dict[str, Any]) -> float:
-    factor = stored.get("factor")
-    return float(config["max_position_embeddings"] / _original(stored, config) if factor is None else factor)
+def _read_scaling(kind: str, stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Our table of a scaling, with the numbers that transformers derives where they are null or missing."""
+    table, required = READERS[kind]
+    if lacking := [key for key in required if key not in stored]:
+        raise KeyError(lacking[0])
+    theirs = {key: NAMES.get(key, key) for key in table.model_fields}
+    nullable = ("attention_factor", "beta_fast", "beta_slow")
+    filled = {name for name, value in stored.items() if value or name not in nullable}  # 0 also means the default
+    given = {key: stored[name] for key, name in theirs.items() if name in filled}
+    derived, original = {"share": 1.0}, config["max_position_embeddings"]
+    if kind != "dynamic" and "original_context" in theirs:  # like transformers, prefers the key outside the table
+        inside = stored.get("original_max_position_embeddings", original)
+        original = int(config.get("original_max_position_embeddings") or inside)
+    if kind in ("yarn", "longrope"):
+        factor = stored.get("factor")
+        factor = float(config["max_position_embeddings"] / original if factor is None else factor)
+        given["factor"], derived["attention_factor"] = factor, _attention_factor(kind, factor, original, stored)
+    given |= {"kind": table.model_fields["kind"].default, "original_context": original}
+    return {key: value for key, value in (derived | given).items() if key in theirs}
 
 
-def _read_yarn(stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    if "factor" not in stored:  # transformers requires the key, which may be null
-        raise KeyError("factor")
-    factor, attention = _factor(stored, config), stored.get("attention_factor")
+def _attention_factor(kind: str, factor: float, original: int, stored: dict[str, Any]) -> float:
+    """The factor on cos and sin."""
 
     def magnitude(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if attention is None:
-        above, below = stored.get("mscale"), stored.get("mscale_all_dim")
-        attention = magnitude(above) / magnitude(below) if above and below else magnitude()
-    return {
-        "kind": "yarn",
-        "factor": factor,
-        "original_context": _original(stored, config),
-        "attention_factor": attention,
-        "beta_fast": stored.get("beta_fast") or 32.0,
-        "beta_slow": stored.get("beta_slow") or 1.0,
-        "truncate": stored.get("truncate", True),
-    }
-
-
-def _read_longrope(stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    factor, original, attention = _factor(stored, config), _original(stored, config), stored.get("attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return {
-        "kind": "longrope",
-        "short": stored["short_factor"],
-        "long": stored["long_factor"],
-        "original_context": original,
-        "attention_factor": attention,
-    }
-
-
-READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
-    "linear": lambda found, config: {"kind": "linear", "factor": found["factor"]},
-    "dynamic": lambda found, config: {
-        "kind": "dynamic_ntk",
-        "factor": found["factor"],
-        "original_context": config["max_position_embeddings"],
-    },
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-    "llama3": lambda found, config: {
-        "kind": "llama3",
-        "factor": found["factor"],
-        "original_context": _original(found, config),
-        "low": found["low_freq_factor"],
-        "high": found["high_freq_factor"],
-    },
-    "proportional": lambda found, config: {
-        "kind": "proportional",
-        "share": found.get("partial_rotary_factor", 1.0),
-        "factor": found.get("factor", 1.0),
-    },
-}
+    if kind == "longrope":
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    above, below = stored.get("mscale"), stored.get("mscale_all_dim")
+    return magnitude(above) / magnitude(below) if above and below else magnitude()
 
 
 def write_windows(config: ModelConfig, other: str) -> dict[str, Any]:
