@@ -6,11 +6,14 @@ pass and the optimizer's buffers. A rewrite is a function of a graph; it changes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+
+RECOMPUTE_GATES = "RESIDUA_RECOMPUTE_GATES"
 
 
 def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +56,9 @@ def _rewrites() -> Any:
 @cache
 def _joint_rewrites() -> Any:
     """The rewrites of the joint graph, before it is divided into forward and backward."""
+    from residua.train.compile.rewrites.gated_products import recompute_gated
     from residua.train.compile.rewrites.graphs import Rewrites
     from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
 
-    return Rewrites(norm_in_junctions)
+    chosen = [recompute_gated] if os.environ.get(RECOMPUTE_GATES) == "1" else []
+    return Rewrites(norm_in_junctions, *chosen)
