@@ -66,7 +66,7 @@ def assert_same_codes(kind: str, x: Tensor, a: Tensor, scale: float) -> None:
 
 @interpreter
 @pytest.mark.parametrize("kind", OPERATORS)
-@pytest.mark.parametrize("shape", [(3, 5), (0, 16), (7, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (0, 16), (13, 4096)], ids=str)
 def test_interpreted_codes_and_largest_value_are_exact(kind: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, a = torch.randn(shape) * torch.randn(shape).exp(), torch.randn(shape)

@@ -7,6 +7,7 @@ torch 2.11's compiler, max|x| of 32,768 × 8,192 alone takes four times as long 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -19,8 +20,21 @@ from residua.ops.fp8_codes import kernels
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2, EMPTY_SCALE, EncodedWeight
 
 BLOCK = 65536 if INTERPRETED else 8192
-VALUES, WARPS, PROGRAMS = 4096, 8, 4
-"""For a tensor: values that a program processes at a time, its warps, and programs per multiprocessor."""
+
+
+class Tiling(NamedTuple):
+    """How programs share a tensor."""
+
+    block: int
+    """Values that a program processes at a time."""
+    warps: int
+    programs: int
+    """Most programs per multiprocessor."""
+
+
+# The fastest of seven on an H200, over widths of 1,280 to 8,192 (docs/lab/kernels.md). One program per block is 1 to 5
+# percent faster still from 6,144 on, but torch.compile launches two reductions for more than 8,192 maxima.
+TILINGS = {"values": Tiling(1024, 4, 16), "squares": Tiling(2048, 4, 8), "slopes": Tiling(4096, 8, 4)}
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -49,7 +63,7 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
 @launcher("fp8_values")
 def _values(x: Tensor, scale: Tensor, gradient: bool) -> Iterator[list[Tensor]]:
     """The codes of x, and the bits of its largest magnitude."""
-    outputs = _empty(x, gradient)
+    outputs = _empty("values", x, gradient)
     yield outputs
     _launch("values", scale, x, None, None, *outputs)
 
@@ -57,7 +71,7 @@ def _values(x: Tensor, scale: Tensor, gradient: bool) -> Iterator[list[Tensor]]:
 @launcher("fp8_squares")
 def _squares(h: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
     """a = relu(h)², its codes, and the bits of its largest magnitude."""
-    outputs = [dense_like(h), *_empty(h, False)]
+    outputs = [dense_like(h), *_empty("squares", h, False)]
     yield outputs
     _launch("squares", scale, h, None, *outputs)
 
@@ -65,23 +79,26 @@ def _squares(h: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
 @launcher("fp8_slopes")
 def _slopes(g: Tensor, a: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
     """p = g ⊙ 2√a, its codes, and the bits of its largest magnitude."""
-    outputs = [dense_like(g), *_empty(g, True)]
+    outputs = [dense_like(g), *_empty("slopes", g, True)]
     yield outputs
     _launch("slopes", scale, g, a, *outputs)
 
 
-def _empty(x: Tensor, gradient: bool) -> list[Tensor]:
-    programs = max(1, min(cdiv(x.numel(), VALUES), PROGRAMS * multiprocessors(x)))
+def _empty(kind: str, x: Tensor, gradient: bool) -> list[Tensor]:
+    """The codes of x, and one maximum per program."""
+    tiling = TILINGS[kind]
+    programs = max(1, min(cdiv(x.numel(), tiling.block), tiling.programs * multiprocessors(x)))
     return [dense_like(x, E5M2 if gradient else E4M3), x.new_empty(programs, dtype=torch.int32)]
 
 
 def _launch(
     kind: str, scale: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, codes: Tensor, bits: Tensor
 ) -> None:
+    block, warps, _ = TILINGS[kind]
     with device_guard(x):
         kernels.values_kernel[(len(bits),)](
             x.contiguous(), either(a, x).contiguous(), scale, either(y, x), codes, bits, x.numel(),
-            KIND=kind, GRADIENT=codes.dtype is E5M2, STEPWISE=INTERPRETED, BLOCK=VALUES, num_warps=WARPS,
+            KIND=kind, GRADIENT=codes.dtype is E5M2, STEPWISE=INTERPRETED, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
 
