@@ -14,6 +14,7 @@ from residua.ops._runtime.cases import example_cases
 from residua.ops.delta_rule import autograd, gated_delta_step
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
+from residua.ops.fp8_codes import launch as fp8_codes
 from residua.ops.hyper_connection import manifold_weights
 from residua.ops.hyper_connection.launch import step, step_backward
 from residua.ops.inference.reference import GATED
@@ -45,6 +46,11 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     _, rstd, added = torch.ops.residua.rms_norm(row, weight, 1e-6, row, weight)
     torch.ops.residua.rms_norm_backward(row, added, weight, rstd, row, weight)
     torch.ops.residua.rms_norm_backward(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens), dotted=True)
+
+
+def transpose_codes(rows: int, columns: int) -> None:
+    pair = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in ((rows, columns), (columns, rows)))
+    fp8_codes.transpose_codes([tuple(pair)])
 
 
 def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:
@@ -408,6 +414,7 @@ def small_cases() -> Iterator[Case]:
         if example.is_fused(operator):
             yield name, partial(example.results, operator)
     yield case(add_norm, BF16, 33)
+    yield case(transpose_codes, 2048, 6144)
     yield case(hyper_step, BF16, 768, 4, "all", 3, 40, True)
     yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
     yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)

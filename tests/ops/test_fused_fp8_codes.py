@@ -11,6 +11,10 @@ from residua.ops.fp8_codes import encode_slopes, encode_squares, encode_values, 
 from residua.ops.low_precision.fp8 import E4M3, EncodedWeight
 from tests.ops.harness import interpreter, on_gpu
 
+pytest.importorskip("triton")
+
+from residua.ops.fp8_codes import launch
+
 pytestmark = pytest.mark.slow
 
 
@@ -38,11 +42,44 @@ def assert_same(masters: list[Tensor]) -> None:
         torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
 
 
+by_copy_and_kernel = pytest.mark.parametrize("on_kernel", [False, True], ids=["copy", "kernel"])
+
+
 @interpreter
-def test_interpreted_codes_transposes_and_scales_are_exact() -> None:
+@by_copy_and_kernel
+def test_interpreted_codes_transposes_and_scales_are_exact(on_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_KERNEL", on_kernel)
     assert_same(weights())
     codes, turned, scale = encoded("triton", weights())[:3]
     assert torch.equal(codes.t(), turned) and scale == 2**-6 and weights()[0].abs().max() > 448 * 2**-7
+
+
+def assert_transposed(rows: int, columns: int, count: int, device: str = "cpu") -> None:
+    """Every byte is moved, also NaN and -0, and none is written behind the last."""
+    source = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(256, (rows, columns), dtype=torch.uint8, generator=source) for _ in range(count)]
+    codes = [each.to(device).view(E4M3) for each in drawn]
+    rooms = [torch.full((rows * columns + 64,), 7, dtype=torch.uint8, device=device) for _ in codes]
+    launch.transpose_codes([(c, r[:-64].view(E4M3).view(columns, rows)) for c, r in zip(codes, rooms, strict=True)])
+    for each, room in zip(drawn, rooms, strict=True):
+        assert torch.equal(room[:-64].view(columns, rows).cpu(), each.t()) and (room[-64:] == 7).all()
+
+
+@interpreter
+@pytest.mark.parametrize("size", [(1, 1), (3, 208), (257, 129), (128, 256)], ids=str)
+def test_interpreted_transposes_move_every_byte(size: tuple[int, int]) -> None:
+    assert_transposed(*size, count=2)
+
+
+@interpreter
+def test_interpreted_transpose_serves_more_matrices_than_an_address_launch() -> None:
+    assert_transposed(16, 48, count=65)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [(1, 1, 65), (3, 208, 65), (257, 129, 65), (1040, 2064, 4), (2048, 6144, 2)], ids=str)
+def test_gpu_transposes_move_every_byte(size: tuple[int, int, int]) -> None:
+    assert_transposed(*size, device="cuda")
 
 
 OPERATORS = {
@@ -87,8 +124,10 @@ def test_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) -> No
 
 
 @on_gpu
+@by_copy_and_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_codes_are_exact_and_keep_nan(dtype: torch.dtype) -> None:
+def test_gpu_codes_are_exact_and_keep_nan(dtype: torch.dtype, on_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_KERNEL", on_kernel)
     masters = weights("cuda", dtype)
     assert_same(masters)
     masters[1][3, 5] = float("nan")

@@ -58,6 +58,19 @@ def encode_kernel(
         tl.store(tensor(table_ptr, 2 * count + slot, tl.float32), scale)
 
 
+@triton.jit(do_not_specialize=["count"])
+def transpose_kernel(table_ptr, count, rows, columns, TILE: tl.constexpr):
+    """turned [columns, rows] = codesᵀ, as bytes; the table holds the addresses of `count` codes, then of `turned`."""
+    slot, across = tl.program_id(1), tl.cdiv(columns, TILE)
+    r = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
+    c = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
+    live = (r < rows)[:, None] & (c < columns)[None, :]
+    codes_ptr = tensor(table_ptr, slot, tl.uint8) + r.to(tl.int64)[:, None] * columns
+    b_codes = tl.load(codes_ptr + c[None, :], mask=live, other=0)  # [TILE, TILE]
+    turned_ptr = tensor(table_ptr, count + slot, tl.uint8) + c.to(tl.int64)[:, None] * rows
+    tl.store(turned_ptr + r[None, :], tl.trans(b_codes), mask=tl.trans(live))
+
+
 @triton.jit
 def values_kernel(
     x_ptr, a_ptr, scale_ptr, y_ptr, codes_ptr, bits_ptr, size,

@@ -6,6 +6,7 @@ torch 2.11's compiler, max|x| of 32,768 × 8,192 alone takes four times as long 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,12 @@ from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 from residua.ops.fp8_codes import kernels
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2, EMPTY_SCALE, EncodedWeight
 
+TRANSPOSE = "RESIDUA_FP8_TRANSPOSE"
+"""The environment variable that, set to 1, transposes the codes of weights on a kernel. It has not run on a GPU yet."""
+ON_KERNEL = os.environ.get(TRANSPOSE) == "1"
 BLOCK = 65536 if INTERPRETED else 8192
+TILE = 128
+"""Rows and columns of codes that a program transposes: a cache line each."""
 
 
 class Tiling(NamedTuple):
@@ -54,10 +60,25 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
             kernels.encode_kernel[(cdiv(size, BLOCK), count)](
                 table, bits, count, size, LIMIT=E4M3_MAX, EMPTY=EMPTY_SCALE, STEPWISE=INTERPRETED, **sizes
             )
-        # not in the kernel: transposing tiles there gave wrong codes of float32 weights on an H200 (Triton 3.6)
-        for mine, straight in zip(turned, codes, strict=True):
-            if mine is not None:
+        # not in encode_kernel: transposing tiles there gave wrong codes of float32 weights on an H200 (Triton 3.6)
+        pairs = [(straight, mine) for straight, mine in zip(codes, turned, strict=True) if mine is not None]
+        if ON_KERNEL:
+            transpose_codes(pairs)
+        else:
+            for straight, mine in pairs:
                 mine.copy_(straight.t())
+
+
+def transpose_codes(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the transpose [K, N] of codes [N, K], all of one shape, with one launch. Moves bytes, so nothing rounds."""
+    if pairs:
+        codes, turned = zip(*pairs, strict=True)
+        rows, columns = codes[0].shape
+        table = addresses(codes, [t.data_ptr() for t in turned])
+        with device_guard(codes[0]):
+            kernels.transpose_kernel[(cdiv(rows, TILE) * cdiv(columns, TILE), len(codes))](
+                table, len(codes), rows, columns, TILE=TILE, num_warps=8
+            )
 
 
 @launcher("fp8_values")
