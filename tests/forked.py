@@ -12,13 +12,17 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch.torch_version import TorchVersion
 
 from residua.study import worker_pool
 
 
 def fork_workers(monkeypatch) -> None:
-    """Fork the workers of studies in this test, unless there is a GPU: after a fork autograd refuses to use it."""
-    if not torch.cuda.is_available():
+    """Fork the workers of studies in this test, unless autograd may refuse to run after a fork.
+
+    It does so with a GPU, and in torch 2.11 sometimes after other tests of the same process.
+    """
+    if not torch.cuda.is_available() and TorchVersion(torch.__version__) >= "2.13":
         import residua.study.worker_pool  # noqa: F401 (once here, instead of in every worker)
 
         monkeypatch.setattr(worker_pool, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
