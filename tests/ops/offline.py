@@ -74,7 +74,7 @@ def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]
 def left_out(name: str, gpu: str) -> bool:
     """Whether a GPU leaves a case to plain PyTorch, as the declarations of the operators say."""
     hopper_only, much_shared = name.startswith("squared_relu"), name.startswith("symmetric_product")
-    if name.startswith("encode_") and gpu == "sm_80":  # has no FP8
+    if name.startswith(("encode_", "fp8_")) and gpu == "sm_80":  # has no FP8
         return True
     return (hopper_only and gpu != HOPPER) or (much_shared and MOST_SHARED[gpu] < MOST_SHARED[HOPPER])
 

@@ -18,6 +18,8 @@ from residua.ops.fp8_codes import launch as fp8_codes
 from residua.ops.hyper_connection import manifold_weights
 from residua.ops.hyper_connection.launch import step, step_backward
 from residua.ops.inference.reference import GATED
+from residua.ops.linear_cross_entropy.fp8 import fp8_cross_entropy as fp8_head
+from residua.ops.low_precision.fp8 import Scales
 from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.launch import backward, forward
 from residua.ops.squared_relu import launch
@@ -282,6 +284,12 @@ def linear_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
         ops.linear_cross_entropy(hidden, draw(vocabulary, 16), targets)
 
 
+def fp8_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
+    """The softmax that also writes codes."""
+    scales = Scales(*torch.ones(4).unbind())
+    both(fp8_head(draw(3, 16, dtype=dtype), draw(vocabulary, 16), torch.zeros(3, dtype=torch.int64), scales)[:1])
+
+
 @torch.no_grad()
 def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) -> None:
     shape = (33, 64)
@@ -450,6 +458,7 @@ def small_cases() -> Iterator[Case]:
     yield case(expert_ffn, BF16, 264, 136, 8, "swiglu", 2048, 2)
     yield case(expert_ffn, FP32, 40, 24, 3, "gelu", 7, 0)
     yield case(linear_cross_entropy, BF16, 50_304)
+    yield case(fp8_cross_entropy, BF16, 50_304)
     yield case(squared_relu, 768, 3072, "chosen")
     yield case(squared_relu, 768, 3072, "flat")
     yield case(descend, FP32, BF16, BF16)
@@ -529,6 +538,7 @@ def wide_cases() -> Iterator[Case]:
                 yield case(mix_shared, dtype, width, heads, normed, anchors, layers, dynamic)
     for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
         yield case(linear_cross_entropy, dtype, vocabulary)
+        yield case(fp8_cross_entropy, dtype, vocabulary)
     for dtype, experts, top_k in product(dtypes, (2, 16, 64, 100, 256), (1, 8)):
         yield case(expert_routing, dtype, 768, experts, min(top_k, experts), "sigmoid" if experts == 100 else "softmax")
     for dtype, activation, tokens in product(dtypes, ("swiglu", "glu", "geglu", "relu2", "gelu"), (2, 2048)):

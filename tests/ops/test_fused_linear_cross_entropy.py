@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from residua import ops
 from residua.ops._runtime.library import launchers
 from residua.ops.linear_cross_entropy import launch, token_likelihoods
+from residua.ops.linear_cross_entropy.fp8 import fp8_cross_entropy
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+from residua.ops.low_precision.fp8 import Scales
 from tests.ops.harness import assert_close, assert_one_graph, choose, gradients, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
@@ -154,6 +156,23 @@ def test_the_kernel_splits_rows_of_any_length(vocabulary, monkeypatch):
     assert torch.isfinite(lse).all()
 
 
+@interpreter
+@pytest.mark.parametrize("vocabulary", [33, 100])
+def test_interpreted_codes_of_probabilities_are_exact(vocabulary, monkeypatch):
+    monkeypatch.setattr(launch, "LANES", 8)
+    logits, targets = 8 * torch.randn(5, vocabulary), torch.randint(vocabulary, (5,))
+    targets[0] = -100
+    codes = [torch.empty(5, vocabulary, dtype=torch.float8_e5m2) for _ in range(2)]
+    p = logits.clone()
+    launch.softmax_(p, targets, -100, True, codes[0])
+    p_others = p.clone().scatter_(1, targets.clamp(min=0)[:, None], 0)
+    p_others[0] = p[0]  # of an ignored token, whose gradient is 0
+    assert torch.equal(codes[0].float(), (p_others * 2**15).to(torch.float8_e5m2).float())
+    launch.plain_softmax_(logits, targets, -100, True, codes[1])
+    neighbours = (codes[0][1:].view(torch.uint8).int() - codes[1][1:].view(torch.uint8).int()).abs()
+    assert neighbours.max() <= 1 and neighbours.float().mean() < 0.01
+
+
 def test_coefficient_cancelling_to_zero_still_learns_target():
     hidden, weight = torch.zeros(1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     lse = torch.tensor(2.0, dtype=torch.float64).log()
@@ -241,7 +260,13 @@ def test_no_input_is_kept_without_a_z_term():
 
 
 FUSED = pytest.param(fused_operator, marks=interpreter, id="fused")
-OPERATORS = [launch.linear_cross_entropy, launch.training_cross_entropy, FUSED]
+
+
+def fp8_head(*args: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    return fp8_cross_entropy(*args, Scales(*torch.ones(4).unbind()), z_loss=z_loss)
+
+
+OPERATORS = [launch.linear_cross_entropy, launch.training_cross_entropy, FUSED, fp8_head]
 
 
 FINISHES = {
@@ -275,7 +300,7 @@ class Largest(TorchDispatchMode):
 )
 def test_logits_and_cast_matrix_share_one_gib(vocabulary, width, mebibytes):
     cast = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
-    assert launch.room(cast) == mebibytes * 2**20
+    assert launch.room(cast.nbytes) == mebibytes * 2**20
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

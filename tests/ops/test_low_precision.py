@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from residua.ops.linear_cross_entropy import launch
+from residua.ops.linear_cross_entropy.fp8 import fp8_cross_entropy
 from residua.ops.low_precision.fp8 import E4M3, E5M2, EncodedWeight, Scales, encode_weight, scale_of
 from residua.ops.low_precision.product import (
     Multiply,
@@ -20,6 +22,7 @@ from residua.ops.low_precision.product import (
     simulated,
 )
 from tests.ops.harness import assert_close, on_gpu
+from tests.ops.test_declarations import Shapes
 
 pytestmark = pytest.mark.slow
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -87,6 +90,99 @@ def test_fp8_squared_relu_equals_two_separate_products() -> None:
         results.append([y, *torch.autograd.grad(y, (x, w_in, w_out), g), *entry.scales, *out.scales])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert all(operand.scales.seen_x > 0 and operand.scales.seen_g > 0 for operand in (entry, out))
+
+
+Z = 0.05
+
+
+def head(tokens: int = 24, width: int = 32, vocabulary: int = 48) -> tuple[Tensor, Tensor, Tensor]:
+    """Final states, the head's matrix, targets: every fourth is ignored."""
+    x, w, _ = operands(tokens, width, vocabulary)
+    targets = torch.randint(vocabulary, (tokens,))
+    targets[::4] = -100
+    return x, w.detach().div(4).requires_grad_(), targets
+
+
+def exact_head(x: Tensor, w: Tensor, targets: Tensor, scale: float | None) -> list[Tensor]:
+    """Loss, z-term, and the gradients of their sum, token by token in float64."""
+    low_x, low_w = in_fp8(x, scale, E4M3, 448), in_fp8(w, None, E4M3, 448)
+    dx, dw, total, z = (torch.zeros_like(low_x), torch.zeros_like(low_w), *torch.zeros(2).double())
+    count = int((targets >= 0).sum())
+    for i, target in enumerate(targets.tolist()):
+        if target < 0:
+            continue
+        logits = low_w @ low_x[i]
+        lse = logits.logsumexp(0)
+        p, slope = (logits - lse).exp(), (1 + 2 * Z * lse) / count
+        total += (lse - logits[target]) / count
+        z += Z * lse.square() / count
+        own = slope * p[target] - 1 / count
+        g, low_p = slope * p, slope * in_fp8(p, 2**-15, E5M2, 57_344)
+        g[target], low_p[target] = own, own
+        dx[i] = low_p @ low_w
+        dw += g[:, None] * x.detach().double()[i]
+    return [total, z, dx, dw]
+
+
+@pytest.mark.parametrize("multiply", [simulated, on_hardware], ids=["simulated", "hardware"])
+@pytest.mark.parametrize("scale", [None, 2**-7], ids=["own range", "delayed, some beyond"])
+@pytest.mark.parametrize("rows", [24, 5], ids=["whole", "in chunks"])
+def test_fp8_head_losses_and_gradients_equal_float64(
+    multiply: Multiply, scale: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, targets = head()
+    monkeypatch.setattr(launch, "TRAINED_BYTES", 5 * 48 * rows)
+    monkeypatch.setattr(launch, "TILE", 1)
+    scales, exact = new_scales(scale or 1.0), exact_head(x, w, targets, scale)
+    settings = {"z_loss": Z, "delayed": scale is not None}
+    for encoded in (None, with_transpose(w)):
+        loss, z = fp8_cross_entropy(x, w, targets, scales, multiply, encoded=encoded, **settings)  # type: ignore[arg-type]
+        results = [loss, z, *torch.autograd.grad(loss + z, (x, w))]
+        # probabilities that differ in their last bit may have neighbouring codes
+        for ours, expected, near in zip(results, exact, (1e-5, 1e-5, 1e-3, 1e-5), strict=True):
+            assert (ours.double() - expected).norm() <= near * expected.norm()
+    with torch.no_grad():
+        assert fp8_cross_entropy(x, w, targets, scales, multiply, **settings) == (loss, z)  # type: ignore[arg-type]
+    assert scales.seen_x == x.detach().abs().max() and scales.seen_g == 0
+
+
+def test_fp8_head_gives_a_certain_token_no_gradient() -> None:
+    """The rounded rows of the target and of all others cancel; those of W itself would not."""
+    x, w, targets = torch.full((1, 16), 3.0).requires_grad_(), torch.randn(16, 16), torch.tensor([3])
+    w[3] = 2.1  # is rounded
+    loss, _ = fp8_cross_entropy(x, w, targets, new_scales(2**-6))
+    (dx,) = torch.autograd.grad(loss, x)
+    assert with_transpose(w).codes[3, 0].float() * with_transpose(w).scale != 2.1 and dx.abs().max() < 1e-6
+
+
+def test_fp8_head_compiles_into_one_graph_of_known_shapes() -> None:
+    x, w, targets = head()
+    for leaf in (x, x.detach()):
+        with Shapes() as shapes:
+            fp8_cross_entropy(leaf, w.detach(), targets, new_scales())
+        assert shapes.called == {"fp8_cross_entropy"}
+    scales, encoded = new_scales(2**-6), with_transpose(w)
+
+    def losses(x: Tensor, w: Tensor) -> Tensor:
+        return sum(fp8_cross_entropy(x * 2, w, targets, scales, z_loss=Z, encoded=encoded))  # type: ignore[return-value]
+
+    expected, actual = losses(x, w), torch.compile(losses, backend="aot_eager", fullgraph=True)(x, w)
+    pairs = zip(torch.autograd.grad(expected, (x, w)), torch.autograd.grad(actual, (x, w)), strict=True)
+    assert torch.equal(actual, expected) and all(torch.equal(a, b) for a, b in pairs)
+    assert scales.seen_x == 2 * x.detach().abs().max()
+
+
+@on_gpu
+def test_gpu_fp8_head_is_close_to_its_simulation() -> None:
+    torch.manual_seed(0)
+    drawn = (torch.randn(2048, 256), torch.randn(50_304, 256) / 16)
+    x, w = (t.cuda().bfloat16().requires_grad_() for t in drawn)
+    targets, scales = torch.randint(50_304, (2048,)).cuda(), Scales(*(t.cuda() for t in new_scales(2**-6)))
+    results = []
+    for multiply in (on_hardware, simulated):
+        loss, z = fp8_cross_entropy(x, w, targets, scales, multiply, z_loss=Z, encoded=with_transpose(w))
+        results.append([loss, z, *torch.autograd.grad(loss + z, (x, w))])
+    assert_close(results[0], results[1], 2e-2)
 
 
 @on_gpu

@@ -12,7 +12,8 @@ The host can tell that g and g_z are equal without reading their values from the
 the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy` assumes that
 they are equal and stores nothing for the other case.
 
-None of these supports a softcap: only the reference caps logits (`_serves`).
+None of these supports a softcap: only the reference caps logits (`_serves`). `fp8.py` multiplies with the head's matrix
+in FP8.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import device_guard, next_power_of_2
+from residua.ops._runtime.launch import device_guard, either, next_power_of_2
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.numeric import wide
-from residua.ops._runtime.triton_support import supports
+from residua.ops._runtime.triton_support import INTERPRETED, supports
+from residua.ops.low_precision.fp8 import E5M2, E5M2_MAX, Codes, encode
+from residua.ops.low_precision.product import on_hardware, simulated
 
 CHUNK_BYTES = 512 * 2**20
 TRAINED_BYTES = 768 * 2**20
@@ -37,6 +40,8 @@ LEAST_BYTES = 256 * 2**20
 TINY = 1e-20
 PIECE_BYTES = 2**30
 LANES, ROWS, WARPS = 4096, 4, 16
+P_SCALE = 2.0**-15
+"""The scale of probabilities in E5M2 (`fp8.py`): 1 is encoded as 32,768."""
 TILE = 256
 
 
@@ -96,7 +101,7 @@ def trained(
     yield _single(hidden), _single(hidden), lse_of_all, p_weight, p_hidden
     counted = targets != ignore_index
     target, parts = torch.where(counted, targets, 0)[:, None], []
-    for rows, p, lse, nll in _softmaxes(hidden, cast, targets, ignore_index, room(cast), write=True):
+    for rows, p, lse, nll in _softmaxes(hidden, cast, targets, ignore_index, room(cast.nbytes), write=True):
         scale = coefficients(lse, counted[rows], z_loss)[:, None]
         entry = torch.exp(-nll[:, None]) - 1 / torch.where(scale == 0, 1, scale)
         _multiply(p, target[rows], entry, hidden[rows], scale, cast, p_weight[rows], p_hidden, first=rows.start == 0)
@@ -108,6 +113,41 @@ def trained(
 
 forward = launcher("linear_cross_entropy", ahead=False)(trained)
 training_forward = launcher("training_cross_entropy", ahead=False)(trained)
+
+
+@launcher("fp8_cross_entropy", ahead=False)
+def fp8_forward(
+    hidden: Tensor, weight: Tensor, low: Tensor, scale_x: Tensor, codes: Tensor, turned: Tensor, scale: Tensor,
+    targets: Tensor, z_loss: float, ignore_index: int, trains: bool, hardware: bool,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """As `trained`, in FP8 (`fp8.py`); `low` are the codes of hidden.
+
+    Unless it `trains`, the last two results are empty.
+    """
+    lse_of_all, width = _single(hidden, len(hidden)), hidden.shape[1]
+    p_weight = hidden.new_empty(len(hidden) * trains, width)
+    p_hidden = hidden.new_empty(len(codes) * trains, width, dtype=lse_of_all.dtype)
+    yield _single(hidden), _single(hidden), lse_of_all, p_weight, p_hidden
+    multiply = on_hardware if hardware else simulated
+    counted = targets != ignore_index
+    target, parts = torch.where(counted, targets, 0)[:, None], []
+    most = room(2 * codes.nbytes) // (hidden.element_size() + 1)  # a probability and its code
+    for rows in _chunks(len(hidden), codes, most):
+        p = multiply(Codes(low[rows], scale_x), Codes(codes, scale), hidden.dtype)
+        low_p = torch.empty_like(p, dtype=E5M2) if trains else None
+        lse, nll = _softmax_(p, targets[rows], ignore_index, trains, low_p)
+        parts.append((lse, nll))
+        if low_p is not None:
+            w = coefficients(lse, counted[rows], z_loss)[:, None]
+            entry = torch.exp(-nll[:, None]) - 1 / torch.where(w == 0, 1, w)
+            others = multiply(Codes(low_p, scale.new_full((), P_SCALE)), Codes(turned, scale), hidden.dtype)
+            own = codes.view(torch.uint8)[target[rows, 0]].view(codes.dtype)  # rows of Q(W)
+            p_weight[rows] = others + own.to(entry.dtype) * (entry * scale)
+            p.scatter_(1, target[rows], entry.to(p.dtype))
+            _add_product(p_hidden, p.t(), (hidden[rows] * w).to(p.dtype), first=rows.start == 0)
+        del p, low_p  # before the next are made
+    lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
+    yield *_losses(lse, nll, counted, z_loss), lse, p_weight, p_hidden
 
 
 def _single(hidden: Tensor, *shape: int) -> Tensor:
@@ -139,12 +179,12 @@ def _multiply(
     _add_product(p_hidden, p.t(), (hidden * scale).to(p.dtype), first=first)
 
 
-def room(cast: Tensor) -> int:
-    """The bytes of logits at a time: the part of BESIDE_BYTES not used by a copy of the matrix in their dtype.
+def room(copied: int) -> int:
+    """The bytes of logits at a time: the part of BESIDE_BYTES not used by a copy of the matrix, of `copied` bytes.
 
     A matrix of that dtype is not copied, but its float32 gradient then takes as many extra bytes over the returned one.
     """
-    return min(TRAINED_BYTES, max(LEAST_BYTES, BESIDE_BYTES - cast.nbytes))
+    return min(TRAINED_BYTES, max(LEAST_BYTES, BESIDE_BYTES - copied))
 
 
 def coefficients(lse: Tensor, counted: Tensor, z_loss: float) -> Tensor:
@@ -248,13 +288,20 @@ def token_likelihoods(
     return -nll, logits.argmax(-1) == targets
 
 
-def _softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) -> tuple[Tensor, Tensor]:
+def _softmax_(
+    logits: Tensor, targets: Tensor, ignore_index: int, write: bool, codes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     run = softmax_ if supports(logits) else plain_softmax_
-    return run(logits, targets, ignore_index, write)
+    return run(logits, targets, ignore_index, write, codes)
 
 
-def softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) -> tuple[Tensor, Tensor]:
-    """lse [N] and −log p(target) [N] (0 where ignored) in float32; with `write`, logits [N, V] become probabilities."""
+def softmax_(
+    logits: Tensor, targets: Tensor, ignore_index: int, write: bool, codes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """lse [N] and −log p(target) [N] (0 where ignored) in float32; with `write`, logits [N, V] become probabilities.
+
+    Their E5M2 `codes` [N, V] under P_SCALE, 0 for the target, are written too, if given.
+    """
     from residua.ops.linear_cross_entropy.kernels import softmax_kernel
 
     tokens, vocabulary = logits.shape
@@ -263,13 +310,16 @@ def softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) ->
     if tokens:
         with device_guard(logits):
             softmax_kernel[(tokens,)](
-                logits, targets, lse, nll, vocabulary, logits.stride(0), ignore_index,
+                logits, either(codes, logits), targets, lse, nll, vocabulary, logits.stride(0), ignore_index,
                 WRITE=write, ROWS=ROWS, LANES=min(LANES, next_power_of_2(vocabulary)), num_warps=WARPS,
+                ENCODE=0 if codes is None else int(1 / P_SCALE), STEPWISE=INTERPRETED,
             )  # fmt: skip
     return lse, nll
 
 
-def plain_softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) -> tuple[Tensor, Tensor]:
+def plain_softmax_(
+    logits: Tensor, targets: Tensor, ignore_index: int, write: bool, codes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`softmax_` in plain PyTorch: lse and −log p(target); with `write` the logits become probabilities."""
     values = wide(logits)
     lse = values.logsumexp(-1)
@@ -277,6 +327,9 @@ def plain_softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bo
     picked = values.gather(1, targets.where(counted, 0)[:, None]).squeeze(1)
     if write:
         logits.copy_(torch.exp(values - lse[:, None]))
+    if codes is not None:
+        others = logits.scatter(1, targets.where(counted, 0)[:, None], 0)
+        codes.copy_(encode(others, lse.new_full((), P_SCALE), E5M2, E5M2_MAX).values)
     return lse, (lse - picked).where(counted, 0)
 
 
@@ -381,6 +434,21 @@ def _scaled(
 
 
 differentiate(training_forward, _differentiate_trained, partial(_save, again=False))
+
+
+def _save_fp8(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weight, *_, targets, ctx.z_loss, ctx.ignore_index, _, _ = inputs
+    ctx.weight_dtype = weight.dtype
+    ctx.save_for_backward(targets, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_fp8(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    g_hidden, g_weight, *_ = _differentiate_trained(ctx, *gradients)
+    return g_hidden, g_weight, *[None] * 10
+
+
+differentiate(fp8_forward, _differentiate_fp8, _save_fp8)
 
 
 def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -84,7 +84,7 @@ def fp8_linear(
     encoded = encode_weight(weight) if encoded is None else encoded
     scale_x = scales.x if delayed else scale_of(largest_of(x))
     y, largest = _Fp8.apply(x, weight, *encoded, scale_x, scales.g, scales.seen_g, multiply, delayed)
-    _note_learning(largest, scales.seen_x)
+    note_learning(largest, scales.seen_x)
     result: Tensor = y
     return result
 
@@ -94,7 +94,8 @@ def _note(largest: Tensor, seen: Tensor) -> None:
     seen.data.copy_(torch.maximum(seen, largest))
 
 
-def _note_learning(largest: Tensor, seen: Tensor) -> None:
+def note_learning(largest: Tensor, seen: Tensor) -> None:
+    """Update the largest magnitude seen, if gradients are on."""
     if torch.is_grad_enabled():
         _note(largest, seen)
 
@@ -143,7 +144,7 @@ def fp8_squared_relu(x: Tensor, entry: Operand, out: Operand, multiply: Multiply
         x, entry.weight, *entry.encoded, *entry.scales, out.weight, *out.encoded, *out.scales, multiply
     )
     for each, operand in zip(largest, (entry, out), strict=True):
-        _note_learning(each, operand.scales.seen_x)
+        note_learning(each, operand.scales.seen_x)
     result: Tensor = y
     return result
 
