@@ -125,6 +125,8 @@ class LowPrecision(Frozen):
     """Fraction of layers, the last ones, that stay in high precision."""
     history: Positive = 16
     """Number of steps over which the range of a tensor in FP8 is measured."""
+    head: bool = False
+    """Whether the head multiplies in FP8 too, whatever its size. Off, because it has never run on a GPU."""
 
 
 LOW_PRECISIONS = ("fp8", "fp8_emulated", "nvfp4_emulated")
@@ -380,11 +382,28 @@ def _check_low_precision(config: RunConfig) -> None:
             f"train.precision = '{recipe.precision}' does not support parallel.pipeline = {parallel.pipeline}: use "
             "parallel.data or parallel.shard."
         )
+    if recipe.low_precision.head:
+        _check_low_precision_head(config)
     if recipe.precision == "nvfp4_emulated" and parallel.ranks > 1:
         raise UserError(
             "train.precision = 'nvfp4_emulated' uses random numbers that can be restored for one process only: "
             "train with one process."
         )
+
+
+def _check_low_precision_head(config: RunConfig) -> None:
+    model = config.model
+    problems = {
+        f"train.precision = '{config.train.precision}'": config.train.precision == "nvfp4_emulated",
+        f"model.logit_softcap = {model.logit_softcap}": model.logit_softcap is not None,
+        f"model.vocab_size = {model.vocab_size}, not a multiple of 16": model.vocab_size % 16 > 0,
+        f"model.width = {model.width}, not a multiple of 16": model.width % 16 > 0,
+    }
+    for problem, exists in problems.items():
+        if exists:
+            raise UserError(
+                f"train.low_precision.head = true does not support {problem}: change that, or leave the head out."
+            )
 
 
 def _check_experts(config: RunConfig) -> None:

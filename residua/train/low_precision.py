@@ -1,8 +1,8 @@
 """Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and their telemetry.
 
-`ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators, embedding and
-head stay unchanged. A projection is changed by replacing its `forward`; kernels that would read its weight directly are
-then not used.
+`ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators and embedding
+stay unchanged. A projection is changed by replacing its `forward`; kernels that would read its weight directly are then
+not used. The head is changed on request, and only in training losses: `Decoder.logits` stays unchanged.
 
 The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So the range is known
 before the tensor, and needs no extra pass over memory. A value beyond it is clamped and counted, and enters the next
@@ -31,6 +31,7 @@ from residua.model.projection import STEERING, Projection
 from residua.model.taps import tap
 from residua.ops._runtime.launch import dense_like
 from residua.ops.fp8_codes import encode_weights
+from residua.ops.linear_cross_entropy.fp8 import fp8_cross_entropy
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2_MAX, EncodedWeight, Scales, encode, largest_of, scale_of
 from residua.ops.low_precision.nvfp4 import GROUP
 from residua.ops.low_precision.product import (
@@ -44,6 +45,7 @@ from residua.ops.low_precision.product import (
     simulated,
 )
 from residua.reading import counted
+from residua.train.telemetry_curves import HEAD
 
 FIGURES = ("kurtosis", "block_share", "saturated", "underflow", "reach")
 """Telemetry figures for the input of every product."""
@@ -142,6 +144,25 @@ class Fp8Linear(LowLinear):
         return low.values.float() * low.scale, low.scale * E4M3_MAX
 
 
+class Fp8Head(Fp8Linear):
+    """Replaces `Decoder.training_losses`: the head's products in FP8, with the range of its input from earlier steps.
+
+    Its gradient has a fixed range, so its history is zero.
+    """
+
+    def __init__(self, model: Decoder, scales: Scales, multiply: Multiply, known: Known) -> None:
+        matrix = model.embed if model.unembed is None else model.unembed
+        # only the projection's weight is read
+        super().__init__(cast("Projection", matrix), (len(model.sublayers), HEAD), scales, multiply, known)
+
+    def training_losses(self, h: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        """As `Decoder.training_losses`."""
+        return fp8_cross_entropy(
+            h, self.projection.weight, targets, self.scales, self.product, z_loss=z_loss, delayed=self.known.ranges,
+            encoded=self.encoded if self.known.weights else None,
+        )  # fmt: skip
+
+
 class Fp8SquaredRelu:
     """Replaces the `forward` of a feed-forward with relu(·)² whose maps are both in FP8: see `fp8_squared_relu`.
 
@@ -191,17 +212,23 @@ class LowPrecision:
                 f"{torch.__version__} lacks: use train.precision = 'fp8_emulated', or 'bfloat16'."
             )
         chosen = chosen_products(model, config)
-        self.places = [place for place, _ in chosen]
+        head = [(len(model.sublayers), HEAD)] if self.config.head else []
+        self.places = [*(place for place, _ in chosen), *head]
         # separate tensors: compiled graphs write to some, and would treat parts of one tensor as one
-        self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in chosen]
-        self._history = torch.zeros(self.config.history, 2 * len(chosen), device=device)
-        self._beyond = torch.zeros(2 * len(chosen), device=device)
+        self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in self.places]
+        self._history = torch.zeros(self.config.history, 2 * len(self.places), device=device)
+        self._beyond = torch.zeros(2 * len(self.places), device=device)
         self._limits = torch.full_like(self._beyond, torch.inf)
         self._known, self._whole = Known(), whole
-        products = [self._product(p, place, scales) for (place, p), scales in zip(chosen, self._scales, strict=True)]
+        products = [self._product(p, place, scales) for (place, p), scales in zip(chosen, self._scales, strict=False)]
         self._products = [product for product in products if isinstance(product, Fp8Linear)]
         for (_, projection), product in zip(chosen, products, strict=True):
             projection.forward = product  # type: ignore[method-assign]
+        self._head: Fp8Head | None = None
+        if head and self.recipe.multiply is not None:
+            self._head = Fp8Head(model, self._scales[-1], self.recipe.multiply, self._known)
+            self._products.append(self._head)
+            model.training_losses = self._head.training_losses  # type: ignore[method-assign]
         for sublayer in model.sublayers:
             body = cast("Body", sublayer.body)
             if maps := body.squared_relu_maps():
@@ -217,7 +244,8 @@ class LowPrecision:
     @property
     def encoded(self) -> list[Tensor]:
         """The weights that products read only as codes inside `encoded_weights`."""
-        return [product.projection.weight for product in self._products] if self._whole else []
+        only = [product for product in self._products if product is not self._head]  # the embedding may read the head's
+        return [product.projection.weight for product in only] if self._whole else []
 
     @contextmanager
     def encoded_weights(self) -> Iterator[None]:
@@ -277,6 +305,11 @@ class LowPrecision:
         factors = self._beyond.tolist()
         return [Beyond(*name, factor) for name, factor in zip(names, factors, strict=True) if factor > 1]
 
+    def tap_head(self, x: Tensor) -> None:
+        """Publish `FIGURES` of the head's input, if it multiplies in FP8."""
+        if self._head is not None:
+            tap(self._head.tap, self._head.figures(x))
+
     def state(self) -> list[list[float]]:
         """The largest magnitudes of the last steps, for a resumed run."""
         values: list[list[float]] = self._history.tolist()
@@ -302,7 +335,8 @@ class LowPrecision:
         smallest = self.config.smallest or self.recipe.smallest
         if not self.places:
             return f"no product in {self.recipe.words}: no matrix has at least {smallest:,} rows and columns"
-        return f"{counted(len(self.places), 'product')} in {self.recipe.words}"
+        head = ", including the head" if self._head is not None else ""
+        return f"{counted(len(self.places), 'product')} in {self.recipe.words}{head}"
 
 
 def chosen_products(model: Decoder, config: TrainConfig) -> list[tuple[tuple[int, str], Projection]]:

@@ -215,7 +215,9 @@ class Step:
         """
         tokens, _, segments = self._moved(batch)
         with self._autocast(), taps.record(into):
-            self.model.hidden(tokens, segments)
+            hidden = self.model.hidden(tokens, segments)
+            if self.low_precision is not None:
+                self.low_precision.tap_head(hidden)
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ from residua.ops._runtime.numeric import wide
 from residua.reading import counted
 from residua.train.low_precision import FIGURES as PRODUCT_FIGURES
 from residua.train.step import Step
-from residua.train.telemetry_curves import KIND, over_places, sublayer_name, telemetry_of
+from residua.train.telemetry_curves import KIND, over_places, product_name, sublayer_name, telemetry_of
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -207,7 +207,7 @@ class Growth:
         family, _, part = name.partition(".")
         where = "the final norm" if reader == self._sublayers else sublayer_name(reader)
         if family == "kurtosis":
-            return f"kurtosis of the input of {part} in {where}"
+            return f"kurtosis of the input of {product_name(reader, part)}"
         return f"{f'value of stream {part}' if part else '|h|'} before {where}"
 
 
@@ -220,7 +220,7 @@ def _out_of_range(step: Step, done: int) -> list[str]:
     (k, name), others = most.place, len(beyond) - 1
     more = f", and {counted(others, 'other tensor')} exceeded theirs" if others else ""
     return [
-        f"step {done}: the {most.tensor} of {name} in {sublayer_name(k)} was {most.factor:.3g} times its FP8 "
+        f"step {done}: the {most.tensor} of {product_name(k, name)} was {most.factor:.3g} times its FP8 "
         f"range and was clamped{more}: raise train.low_precision.history for wider ranges."
     ]
 

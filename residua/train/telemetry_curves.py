@@ -55,6 +55,8 @@ from `kurtosis` to `reach` exist per low-precision product, as in `kurtosis.proj
 
 KIND = "telemetry"
 """The `kind` of telemetry records in metrics.jsonl."""
+HEAD = "head"
+"""The name of the head's product, whose number follows that of the last sublayer."""
 Records = Sequence[Mapping[str, Any]]
 """The telemetry records of one run, ordered by step."""
 
@@ -137,7 +139,8 @@ def range_map(records: Records) -> Figure | None:
     rows = [[dict(_known(values)).get(k) for values in tables[figure]] for k, figure in places]
     if all(cell in (None, 1.0) for row in rows for cell in row):
         return None
-    names = [f"{sublayer_name(k)}, {figure.partition('.')[2]}" for k, figure in places]
+    matrices = [figure.partition(".")[2] for _, figure in places]
+    names = [m if m == HEAD else f"{sublayer_name(k)}, {m}" for (k, _), m in zip(places, matrices, strict=True)]
     steps = [f"{record['step']:,}" for record in shown]
     return heatmap(
         rows, steps, names, "step", "input of", "largest / limit", bounds=(0.0, 2.0), step=(10, 1 + len(rows) // 24)
@@ -151,6 +154,11 @@ def _figures(records: Records, family: str) -> list[str]:
 
 def _known(values: Sequence[float | None]) -> list[tuple[int, float]]:
     return [(k, value) for k, value in enumerate(values) if value is not None]
+
+
+def product_name(k: int, matrix: str) -> str:
+    """A readable name for the product with a matrix of sublayer k, or with the head's."""
+    return "the head" if matrix == HEAD else f"{matrix} in {sublayer_name(k)}"
 
 
 def sublayer_name(k: int) -> str:

@@ -13,6 +13,7 @@ from tests.trained import SMALL
 ANCHORED = {"anchors": {"kind": "exoformer"}, "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"}}
 MODELS: dict[str, dict[str, Any]] = {
     "additive": {"head": {"kind": "untied"}},
+    "additive-32": {"vocab_size": 32},
     "full": {"topology": {"kind": "full_attnres"}},
     "block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
     "mgr": {"topology": {"kind": "multi_gate", "streams": 3}},

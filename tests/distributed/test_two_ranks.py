@@ -1,5 +1,6 @@
 """Two ranks train as one process does: same losses, gradients and weights, however the model is divided."""
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tests.distributed.traces import BLOCK, INTERLEAVED, Cases, Traces, alone, a
 
 pytestmark = pytest.mark.slow
 
+FP8: dict[str, Any] = {"precision": "fp8_emulated"}
+HEAD = FP8 | {"low_precision": {"head": True}}
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"data": 2},
     "fsdp": {"shard": 2},
@@ -119,7 +122,9 @@ REGULAR, NIGHTLY_CASES = gridded(NORMAL) | EXTRA, gridded(NIGHTLY) | EXTRA_NIGHT
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
     ahead: Cases = {
         "differentiated-stages": ("full", COMPILED | {"backend": "aot_eager"}),
-        "low-precision": ("additive", {"shard": 2, "precision": "fp8_emulated"}),
+        "low-precision": ("additive", {"shard": 2, **FP8}),
+        "low-precision-head": ("additive-32", {"shard": 2, **HEAD}),
+        "low-precision-replicas": ("additive-32", {"data": 2, **HEAD}),
     }
     return Traces(2, tmp_path_factory.mktemp("traces"), REGULAR | SINGLE | BUILT, NIGHTLY_CASES | ahead)
 
@@ -154,11 +159,13 @@ def test_gathered_working_copies_have_correct_gradients(traces: Traces) -> None:
 
 
 @pytest.mark.nightly
-def test_sharded_fp8_step_has_correct_gradients(traces: Traces) -> None:
+@pytest.mark.parametrize("name", ["low-precision", "low-precision-head", "low-precision-replicas"])
+def test_divided_fp8_step_has_correct_gradients(traces: Traces, name: str) -> None:
     """In the first step, as above."""
-    first = {key: v for key, v in alone("additive", '{"precision": "fp8_emulated"}').items() if key.startswith("0/")}
-    assert_same_training({key: traces["low-precision"][key] for key in first}, first)
-    plain = alone("additive")
+    model, recipe = ("additive", FP8) if name == "low-precision" else ("additive-32", HEAD)
+    first = {key: v for key, v in alone(model, json.dumps(recipe)).items() if key.startswith("0/")}
+    assert_same_training({key: traces[name][key] for key in first}, first)
+    plain = alone(model, json.dumps(FP8 if recipe is HEAD else {}))
     assert any(not torch.equal(plain[key], value) for key, value in first.items())
 
 

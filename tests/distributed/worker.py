@@ -117,9 +117,8 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     stage.compile_rewritten = units.compile_rewritten = compiler
     cuts, pieces = parallel.pop("cuts", None), parallel.pop("pieces", 1)
     part.shares_of = shares_of if cuts is None else lambda config, **_: cut(cuts, config.model.sublayers, pieces)
-    recipe = {
-        key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
-    }
+    names = ("layers", "precision", "low_precision", "recompute", "compile", "balance")
+    recipe = {key: parallel.pop(key) for key in names if key in parallel}
     config = run_config(model, parallel, **recipe)
     mesh = Mesh(config.parallel, torch.device("cpu"))
     counters["stats"].clear()

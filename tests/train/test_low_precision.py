@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from residua.train import low_precision
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.low_precision import RECIPES, Fp8Linear, LowPrecision, build_low_precision
 from residua.train.step import build_step
+from residua.train.telemetry import Growth, _out_of_range
 from residua.train.timing import random_batches
 from tests.train.conftest import Lab
 from tests.train.test_resume import assert_same_run
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 WIDE = ("model.width=32", "model.ffn.hidden=48", "model.attention.head_dim=16", "train.low_precision.smallest=16")
 FP8, NVFP4 = "train.precision=fp8_emulated", "train.precision=nvfp4_emulated"
+HEAD = "train.low_precision.head=true"
 
 
 def places(config: RunConfig) -> list[tuple[int, str]]:
@@ -173,6 +176,57 @@ def test_relu2_feed_forward_runs_as_one_equal_operator(config: RunConfig, monkey
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_head_in_fp8_trains_on_codes_of_its_matrix(config: RunConfig, kind: str) -> None:
+    config = config.override([*WIDE, FP8, HEAD, f"model.head.kind={kind}", "train.accumulate=2"])
+    model = build(config.model)
+    step = build_step(model, config.train, CPU)
+    low = step.low_precision
+    assert low is not None and low.describe().endswith(
+        f"{len(low.places)} products in emulated FP8, including the head"
+    )
+    for _ in range(2):
+        step(random_batches(config))
+    assert all(p.grad is None and p.isfinite().all() for p in model.parameters())
+    last = low.state()[-1]
+    assert last[-2] > 0 and last[-1] == 0  # of hidden; the gradient's range is fixed
+    h, targets, found = torch.randn(8, config.model.width), torch.arange(8), []
+    with torch.no_grad():
+        for _ in range(2):
+            with low.encoded_weights():
+                found.append(model.training_losses(h, targets, 0.0)[0])
+                model.head_weight.mul_(3.0)  # unnoticed until the next block, because only codes are read
+                assert model.training_losses(h, targets, 0.0)[0] == found[-1]
+        beyond = [model.training_losses(h * factor, targets, 0.0)[0] for factor in (1e6, 1e7)]
+    assert found[0] != found[1] and beyond[0] == beyond[1]  # clamped in the range of the last steps
+
+
+def test_step_with_head_in_fp8_compiles_to_the_same_losses(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config.override([*WIDE, FP8, HEAD, "model.layers=1"])
+    one_graph = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr("residua.train.losses.compile_rewritten", one_graph)
+    totals = []
+    for compiled in ("on", "off"):
+        torch.manual_seed(0)
+        step = build_step(build(config.model), config.override([f"train.compile={compiled}"]).train, CPU)
+        for _ in range(2):
+            step(random_batches(config))
+        totals.append((*step.totals(), step.evaluate(random_batches(config))[0]))
+    assert totals[0] == pytest.approx(totals[1], rel=1e-4)
+
+
+def test_clamped_input_of_the_head_is_reported_by_name(config: RunConfig) -> None:
+    step = build_step(build(config.override(WIDE).model), config.override([*WIDE, FP8, HEAD]).train, CPU)
+    low = step.low_precision
+    assert low is not None
+    step(random_batches(config))
+    low._scales[-1].seen_x.fill_(1e4)
+    low.end_step(lambda values: values)
+    (sentence,) = _out_of_range(step, 7)
+    assert sentence.startswith("step 7: the input of the head was ")
+    assert Growth(config)._name("kurtosis.head", config.model.sublayers) == "kurtosis of the input of the head"
+
+
 def test_ranges_ignore_non_finite_values(config: RunConfig) -> None:
     low = LowPrecision(build(config.model), config.override([*WIDE, FP8]).train, CPU)
     low._scales[0].seen_x.fill_(float("inf"))
@@ -182,15 +236,16 @@ def test_ranges_ignore_non_finite_values(config: RunConfig) -> None:
     assert (low._scales[0].x, low._scales[1].x) == (1.0, 2.0**-7)  # some scale, until a magnitude is known
 
 
-@pytest.mark.parametrize("precision", [FP8, pytest.param(NVFP4, marks=pytest.mark.nightly)])
-def test_resumed_low_precision_run_equals_the_uninterrupted_one(lab: Lab, precision: str) -> None:
-    changes = (*WIDE, precision, "train.telemetry=on", "train.telemetry_every=3")
+@pytest.mark.parametrize("precision", [(FP8, HEAD), pytest.param((NVFP4,), marks=pytest.mark.nightly)])
+def test_resumed_low_precision_run_equals_the_uninterrupted_one(lab: Lab, precision: tuple[str, ...]) -> None:
+    changes = (*WIDE, *precision, "train.telemetry=on", "train.telemetry_every=3")
     lab.train(*changes, out="whole")
     lab.stop(3, *changes)
     lab.resume(*changes)
     assert_same_run(lab / "whole", lab / "run")
     figures = [record for record in read_metrics(lab / "run" / "metrics.jsonl") if record["kind"] == "telemetry"][-1]
     assert {"kurtosis.project", "block_share.out", "underflow.out", "saturated.project"} <= set(figures["figures"])
+    assert ("reach.head" in figures["figures"]) == (HEAD in precision)
 
 
 def test_low_precision_trains_almost_like_float32(lab: Lab) -> None:
@@ -205,6 +260,9 @@ def test_low_precision_trains_almost_like_float32(lab: Lab) -> None:
         (["train.compile=layers"], "shares code between layers"),
         (["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (["parallel.data=2", NVFP4], "one process"),
+        ([HEAD, NVFP4], "head = true does not support train.precision"),
+        ([HEAD, "model.logit_softcap=30"], "head = true does not support model.logit_softcap"),
+        ([HEAD, "model.vocab_size=300"], "vocab_size = 300, not a multiple of 16"),
     ],
 )
 def test_unsupported_low_precision_combinations_are_refused(config: RunConfig, changes: list[str], words: str) -> None:

@@ -277,11 +277,13 @@ def test_trackers_and_pages_plot_every_figure_over_tokens() -> None:
 def test_map_shows_which_input_exceeded_its_range_and_when() -> None:
     pytest.importorskip("plotly")
     tables = [{"reach.out": [0.5, 0.25 * i]} for i in range(1, 9)] + [
-        {"reach.out": [0.5, 0.5], "reach.up": [None, 1.0]}
+        {"reach.out": [0.5, 0.5], "reach.up": [None, 1.0], "reach.head": [None, None, 0.5]}
     ]
     records = [{"kind": "telemetry", "step": 10 * i, "tokens": i, "figures": table} for i, table in enumerate(tables)]
     drawn = by_place(records)[RAN_OUT].to_dict()["data"][0]
-    assert list(drawn["y"]) == ["layer 0 attention, out", "layer 0 feed-forward, out", "layer 0 feed-forward, up"]
+    assert list(drawn["y"]) == [
+        "layer 0 attention, out", "layer 0 feed-forward, out", "layer 0 feed-forward, up", "head"
+    ]  # fmt: skip
     assert [column for column, value in zip(drawn["x"], drawn["z"][1], strict=True) if value > 1] == [
         "40", "50", "60", "70"
     ]  # fmt: skip
