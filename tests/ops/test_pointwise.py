@@ -38,6 +38,19 @@ def test_few_products_equal_dot_products(compiled: bool, monkeypatch: pytest.Mon
     agree([few_products(x, w, rows=3)], [expected], {"x": x, "w": w})
 
 
+def test_few_products_of_half_precision_round_only_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = random(4, 8, 5).detach().bfloat16().requires_grad_()
+    w, g = (random(*shape, seed=1).detach().float() for shape in ((7, 5), (4, 8, 7)))
+    y = few_products(x, w.requires_grad_(), rows=3)
+    y.backward(g)
+    torch.testing.assert_close(y.detach(), (x.float() @ w.T).detach())
+    assert x.grad is not None and w.grad is not None and w.grad.dtype is torch.float32
+    expected = (g @ w).detach(), torch.einsum("btk,btc->kc", g, x.detach().float())
+    for ours, golden in zip((x.grad.float(), w.grad), expected, strict=True):
+        assert float((ours - golden).norm()) <= 0.01 * float(golden.norm())
+
+
 @pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu", "identity"])
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize("outputs", ["elementwise", "tensorwise"])

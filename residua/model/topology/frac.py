@@ -15,7 +15,7 @@ from residua.model.taps import tap
 from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import Costs, SourceNames, stream_rows, trace_rows
 from residua.model.topology.hyper import DynamicMaps, full_precision
-from residua.ops._runtime.numeric import few_products, mix_slices, wide
+from residua.ops._runtime.numeric import few_products, mix_slices, stored, wide
 
 EPS = 1e-6
 
@@ -113,18 +113,17 @@ class DynamicSliceWeights(SliceWeights):
         self.maps = SliceMaps(fractions, width // fractions)
 
     def logits(self, H: Tensor) -> tuple[Tensor, ...]:
-        x = wide(H)
-        scores = few_products(x, wide(self.maps.weight), len(self.post))
-        return (torch.tanh(scores * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)),)
+        scores = few_products(H, wide(self.maps.weight), len(self.post))
+        return (stored(torch.tanh(scores * torch.rsqrt(wide(H).square().mean(-1, keepdim=True) + EPS))),)
 
     def read(self, *logits: Tensor) -> Tensor:
         m = len(self.post)
-        return self.pre + self.maps.alpha * logits[0][..., :m].transpose(-1, -2)
+        return stored(self.pre + self.maps.alpha * logits[0][..., :m].transpose(-1, -2))
 
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
         m = len(self.post)
         mix = self.mix + self.maps.alpha * logits[0][..., m : 2 * m].transpose(-1, -2)
-        return mix, self.post + self.maps.beta * logits[0][..., -1]
+        return stored(mix), stored(self.post + self.maps.beta * logits[0][..., -1])
 
 
 class SliceMaps(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+ALIGNED = 8
+"""Numbers of two bytes in 16 bytes, where rows of a matrix product should begin."""
 
 
 def constant(function: F) -> F:
@@ -51,8 +55,57 @@ def mix_slices(weights: Tensor, x: Tensor) -> Tensor:
 def few_products(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """x Wᵀ [..., K] for a W [K, C] with few rows; in compiled code as sums, with one kernel per `rows` rows."""
     if not torch.compiler.is_compiling():
-        return linear(x, weight)
-    return torch.cat([(x[..., None, :] * part).sum(-1) for part in weight.split(rows)], -1)
+        return linear(wide(x), weight)
+    products: Tensor = _FewProducts.apply(x, weight, rows)  # type: ignore[no-untyped-call]
+    return products
+
+
+class _FewProducts(torch.autograd.Function):
+    """Sums forward, matrix products backward, whose operands are rounded to x's dtype like those of a linear map.
+
+    As a sum over tokens, inductor would compute W's gradient with strided reads of x, one channel of all tokens after
+    another. The tokens are divided into shares, since one product with few rows would leave most of a GPU idle.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.cat([(wide(x)[..., None, :] * part).sum(-1) for part in weight.split(rows)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        g, few = g.flatten(0, -2).to(x.dtype), len(weight)
+        zeros = -few % ALIGNED
+        g = torch.cat([g, g.new_zeros(len(g), zeros)], 1)
+        shares = math.gcd(len(g), 64)
+        parts = torch.bmm(g.unflatten(0, (shares, -1)).mT, x.reshape(shares, -1, x.shape[-1]))
+        g_x = g @ torch.cat([weight, weight.new_zeros(zeros, weight.shape[1])]).to(x.dtype)
+        return g_x.view_as(x), wide(parts).sum(0)[:few], None
+
+
+def stored(x: Tensor) -> Tensor:
+    """x; compiled code computes it once and writes it to memory, instead of computing it again in every kernel.
+
+    For numbers per token that weight channels: computed again, a tanh is taken for every channel.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    kept: Tensor = _Stored.apply(x)  # type: ignore[no-untyped-call]
+    return kept
+
+
+class _Stored(torch.autograd.Function):
+    """A view with explicit strides: inductor gives its source a place in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return x.as_strided(x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
