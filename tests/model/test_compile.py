@@ -20,6 +20,8 @@ TOPOLOGIES = {
     "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 3},
     "multi_gate": {"kind": "multi_gate", "streams": 3},
     "frac": {"kind": "frac", "fractions": 2},
+    "dca": {"kind": "dca"},
+    "gated_residual": {"kind": "gated_residual", "streams": 2, "rank": 3},
 }
 
 

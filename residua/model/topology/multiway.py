@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -251,30 +251,84 @@ class DeepCross(LayerReads):
         selectors = cast("list[Selector]", [*cast(nn.ModuleDict, self.selectors[layer]).values()])
         queries = wide(torch.stack([selector.query for selector in selectors]))  # [ways, C]
         biases = wide(torch.stack([selector.bias for selector in selectors], 1))  # [sources, ways, C]
-        values = [wide(source)[..., None, :] for source in sources]
-        weights = [_select(x, queries, bias) for x, bias in zip(values, biases.unbind(), strict=True)]
-        _tap_weights(layer, "r", partial(_channel_means, weights))  # q's weights, which r shares
-        mixed = sum(weight * x for weight, x in zip(weights, values, strict=True))
-        reads = cast(Tensor, mixed).to(sources[-1].dtype).unbind(-2)
+        if torch.compiler.is_compiling():
+            reads: tuple[Tensor, ...] = _Mixtures.apply(queries, biases, *sources)  # type: ignore[no-untyped-call]
+        else:
+            _, scores = _scores(sources, queries)
+            _tap_weights(layer, "r", partial(_channel_means, scores, biases))  # q's weights, which r shares
+            reads = _mixtures(sources, scores, biases)
         if len(reads) == 1:
             return reads[0]
         q, k, v = reads
         return Reads(q, k, v, r=q)
 
 
-def _channel_means(weights: Sequence[Tensor]) -> Tensor:
-    return torch.stack([weight[..., 0, :].mean(-1) for weight in weights], -1)
+Scores = Sequence[Sequence[Tensor]]
+"""w_c · N(X_j) [B, T, 1] of each source j and way c."""
 
 
-def _select(x: Tensor, queries: Tensor, bias: Tensor) -> Tensor:
-    """relu(b + w · N(x)) [B, T, ways, C] of one source x [B, T, 1, C], for all ways at once.
+def _scores(sources: Sequence[Tensor], queries: Tensor) -> tuple[list[Tensor], Scores]:
+    """1/rms [B, T, 1] of each source, and the scores. A score is one number, not a product of two."""
+    xs = [wide(source) for source in sources]
+    inverse_rms = [torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) for x in xs]
+    normed = zip(xs, inverse_rms, strict=True)
+    return inverse_rms, [[(x * r * query).sum(-1, keepdim=True) for query in queries] for x, r in normed]
 
-    This halves the nodes of a step's graph, which is quadratic in layers. Compiled code makes no normed copy of a
-    source. The score is one number, not a product of two: a weight then depends on so few tensors that compiled code
-    computes the gradients through it where they are summed. Otherwise it writes them in float32 per source and way.
+
+def _mixtures(sources: Sequence[Tensor], scores: Scores, biases: Tensor) -> tuple[Tensor, ...]:
+    """Σ_j X_j ⊙ relu(b_cj + s_cj) of each way c."""
+    parts = [
+        [wide(source) * torch.relu(b + s) for b, s in zip(bias, each, strict=True)]
+        for source, each, bias in zip(sources, scores, biases, strict=True)
+    ]
+    return tuple(cast(Tensor, sum(way)).to(sources[-1].dtype) for way in zip(*parts, strict=True))
+
+
+def _channel_means(scores: Scores, biases: Tensor) -> Tensor:
+    """The mean over channels of the first way's weights, [B, T, sources]."""
+    first = [torch.relu(bias[0] + each[0]).mean(-1) for each, bias in zip(scores, biases, strict=True)]
+    return torch.stack(first, -1)
+
+
+class _Mixtures(torch.autograd.Function):
+    """`_mixtures` of the sources' scores in compiled code, with gradients that write nothing in float32.
+
+    For a source x with r = 1/rms, scores s_c, weights a_c = relu(b_c + s_c) and the reads' gradients g_c:
+
+        ds_c = Σ_channels g_c x [a_c > 0],   db_c = Σ_tokens g_c x [a_c > 0],   dw_c = Σ_tokens ds_c r x
+        dx = Σ_c (g_c a_c + ds_c r w_c) − x r²/C Σ_c ds_c s_c
+
+    If autograd differentiates the operations one by one, inductor writes g_c x [a_c > 0] for each source and way,
+    because two sums read it. The ways are separate tensors, so that one kernel over tokens has all of them.
     """
-    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    return torch.relu(bias + (x * inverse_rms * queries).sum(-1, keepdim=True))
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, biases: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+        inverse_rms, scores = _scores(sources, queries)
+        ctx.save_for_backward(queries, biases, *sources, *inverse_rms, *(s for each in scores for s in each))
+        return _mixtures(sources, scores, biases)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        queries, biases, *saved = ctx.saved_tensors
+        count, ways = biases.shape[:2]
+        g, g_queries = [wide(gradient) for gradient in gradients], list(torch.zeros_like(queries))
+        g_biases: list[Tensor] = []
+        g_sources: list[Tensor] = []
+        for j, (bias, source, r) in enumerate(zip(biases, saved, saved[count:], strict=False)):
+            x, scores = wide(source), saved[2 * count + j * ways :][:ways]
+            g_x = torch.zeros_like(x)
+            pull = torch.zeros_like(r)
+            for c, score in enumerate(scores):
+                weight = bias[c] + score
+                through = g[c] * x * (weight > 0)
+                g_score = through.sum(-1, keepdim=True)
+                g_biases.append(through.flatten(0, -2).sum(0))
+                g_queries[c] = g_queries[c] + (g_score * r * x).flatten(0, -2).sum(0)
+                g_x = g_x + g[c] * torch.relu(weight) + g_score * r * queries[c]
+                pull = pull + g_score * score
+            g_sources.append((g_x - x * pull * r.square() / x.shape[-1]).to(source.dtype))
+        return torch.stack(g_queries), torch.stack(g_biases).view_as(biases), *g_sources
 
 
 class Selector(nn.Module):
