@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
+from torch.utils.checkpoint import checkpoint
 
 from residua.config import choices
 from residua.model.norm import GATE_STD
@@ -60,12 +61,12 @@ class GatedResidual(Topology):
 
         Forward 27 rows. X, y → X'; W_down and W_inj read X'; scores are written, then read with X' → h. Backward 65:
         scores, X', dh → the scores' gradient, which two products read; one more reads X'; the gradient through the maps
-        is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X and the
-        scores are stored.
+        is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X is stored,
+        and the scores are written again: 4 rows.
         """
         floor, n = trace_rows(self, sublayers, width), self.streams
-        step = (6 * n + 3 + 15 * n + 5) * sublayers
-        return Costs(lambda: floor, step, kept_widths=2 * n)
+        step = (6 * n + 3 + 16 * n + 5) * sublayers
+        return Costs(lambda: floor, step, kept_widths=n)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")
@@ -131,6 +132,15 @@ class StreamRead(nn.Module):
         return (x * rstd * wide(self.gain)).to(X.dtype), projected.view(*X.shape[:-2], -1)
 
     def _scores(self, projected: Tensor, X: Tensor) -> Tensor:
-        """σ(W_up silu(…)), in the shape of X."""
+        """σ(W_up silu(…)), in the shape of X.
+
+        Compiled code computes it again in the backward pass: the scores would take as much memory as the streams.
+        """
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._gate, projected, X, use_reentrant=False)
+            return again
+        return self._gate(projected, X)
+
+    def _gate(self, projected: Tensor, X: Tensor) -> Tensor:
         hidden = silu(projected[..., : len(self.down)]).to(X.dtype)
         return torch.sigmoid(linear(hidden, self.up.to(X.dtype))).to(X.dtype).view_as(X)
