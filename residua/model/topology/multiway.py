@@ -317,17 +317,16 @@ class _Mixtures(torch.autograd.Function):
         g_sources: list[Tensor] = []
         for j, (bias, source, r) in enumerate(zip(biases, saved, saved[count:], strict=False)):
             x, scores = wide(source), saved[2 * count + j * ways :][:ways]
-            g_x = torch.zeros_like(x)
-            pull = torch.zeros_like(r)
-            for c, score in enumerate(scores):
-                weight = bias[c] + score
-                through = g[c] * x * (weight > 0)
-                g_score = through.sum(-1, keepdim=True)
-                g_biases.append(through.flatten(0, -2).sum(0))
-                g_queries[c] = g_queries[c] + (g_score * r * x).flatten(0, -2).sum(0)
-                g_x = g_x + g[c] * torch.relu(weight) + g_score * r * queries[c]
-                pull = pull + g_score * score
-            g_sources.append((g_x - x * pull * r.square() / x.shape[-1]).to(source.dtype))
+            weights = [b + score for b, score in zip(bias, scores, strict=True)]
+            through = [each * x * (weight > 0) for each, weight in zip(g, weights, strict=True)]
+            g_scores = [each.sum(-1, keepdim=True) for each in through]
+            g_biases += [each.flatten(0, -2).sum(0) for each in through]
+            g_queries = [q + (each * r * x).flatten(0, -2).sum(0) for q, each in zip(g_queries, g_scores, strict=True)]
+            pull = sum(each * score for each, score in zip(g_scores, scores, strict=True)) * r.square() / x.shape[-1]
+            g_x = -x * pull
+            for c, g_score in enumerate(g_scores):
+                g_x = g_x + g[c] * torch.relu(weights[c]) + g_score * r * queries[c]
+            g_sources.append(g_x.to(source.dtype))
         return torch.stack(g_queries), torch.stack(g_biases).view_as(biases), *g_sources
 
 
