@@ -19,6 +19,7 @@ from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, SourceNames, trace_rows
 from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.tracing import opaque
 
 EPS = 1e-6
 
@@ -252,7 +253,7 @@ class DeepCross(LayerReads):
         queries = wide(torch.stack([selector.query for selector in selectors]))  # [ways, C]
         biases = wide(torch.stack([selector.bias for selector in selectors], 1))  # [sources, ways, C]
         if torch.compiler.is_compiling():
-            reads: tuple[Tensor, ...] = _Mixtures.apply(queries, biases, *sources)  # type: ignore[no-untyped-call]
+            reads: tuple[Tensor, ...] = _compiled_mixtures(queries, biases, *sources)
         else:
             _, scores = _scores(sources, queries)
             _tap_weights(layer, "r", partial(_channel_means, scores, biases))  # q's weights, which r shares
@@ -328,6 +329,10 @@ class _Mixtures(torch.autograd.Function):
                 g_x = g_x + g[c] * torch.relu(weights[c]) + g_score * r * queries[c]
             g_sources.append(g_x.to(source.dtype))
         return torch.stack(g_queries), torch.stack(g_biases).view_as(biases), *g_sources
+
+
+_compiled_mixtures = opaque(_Mixtures)
+"""Dynamo of torch 2.11 computes wrong gradients if it traces the function itself."""
 
 
 class Selector(nn.Module):

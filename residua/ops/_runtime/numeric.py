@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from residua.ops._runtime.tracing import opaque
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 ALIGNED = 8
@@ -56,7 +58,7 @@ def few_products(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """x Wᵀ [..., K] for a W [K, C] with few rows; in compiled code as sums, with one kernel per `rows` rows."""
     if not torch.compiler.is_compiling():
         return linear(wide(x), weight)
-    products: Tensor = _FewProducts.apply(x, weight, rows)  # type: ignore[no-untyped-call]
+    products: Tensor = _few_products(x, weight, rows)
     return products
 
 
@@ -84,6 +86,9 @@ class _FewProducts(torch.autograd.Function):
         return g_x.view_as(x), wide(parts).sum(0)[:few], None
 
 
+_few_products = opaque(_FewProducts)
+
+
 def stored(x: Tensor) -> Tensor:
     """x; compiled code computes it once and writes it to memory, instead of computing it again in every kernel.
 
@@ -91,7 +96,7 @@ def stored(x: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return x
-    kept: Tensor = _Stored.apply(x)  # type: ignore[no-untyped-call]
+    kept: Tensor = _stored(x)
     return kept
 
 
@@ -106,6 +111,9 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
+
+
+_stored = opaque(_Stored)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
