@@ -156,14 +156,19 @@ def keep_timings(
 ) -> None:
     """Record timings from elsewhere, without replacing those of this folder.
 
-    A device whose baseline was timed here in another session is skipped: the speeds would not be comparable.
+    A device whose baseline was timed here in another session is skipped: the speeds would not be comparable. So are
+    timings of a busy machine, which support no conclusion: they are taken again.
     """
     here = read_timings(study, plan, out)
     for (size, name), devices in timings.items():
         title, config = model_title(study, size, name), plan.models[size, name].config
         recorded = _read(out, title, config)
         base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
-        same = {d: timing for d, timing in devices.items() if d not in base or base[d] == theirs.get(d)}
+        same = {
+            d: timing
+            for d, timing in devices.items()
+            if not timing.busy and (d not in base or base[d] == theirs.get(d))
+        }
         if same.keys() - recorded.devices.keys():
             recorded.write(_path(out, title), {**same, **recorded.devices})
 

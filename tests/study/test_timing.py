@@ -200,6 +200,10 @@ def test_saved_timings_are_not_mixed_with_a_new_baseline(timed: Timed) -> None:
     timed.forget("mgr")
     keep_timings(timed.config, timed.plan, timed.out, saved)
     assert timed.recorded == saved  # from one session
+    timed.forget()
+    busy = {device: timing.model_copy(update={"p90": 9.0}) for device, timing in saved["tiny", "mgr"].items()}
+    keep_timings(timed.config, timed.plan, timed.out, {**saved, ("tiny", "mgr"): busy})
+    assert timed.recorded == {**saved, ("tiny", "mgr"): {}}
     timed.seconds = 2.0
     timed.forget()
     timed.time()
