@@ -29,6 +29,8 @@ LONGEST = 30
 """Words of a sentence."""
 PAGE, GUIDE = 1_500, 900
 """Words of a page, by the section of mkdocs.yml that it is in."""
+NAME = 60
+"""Characters of a test's name."""
 HABITS = {
     r"(?<!here )\b(?:is|are|was|were) no "
     r"(?!longer|more|less|better|worse|slower|faster|larger|smaller|other|way|need)\w+": (
@@ -150,6 +152,14 @@ def long_pages() -> Iterator[str]:
             yield f"{name} has {words:,} words, {limit:,} are enough: shorten it, or move details."
 
 
+def long_names() -> Iterator[str]:
+    """A sentence for each test whose name is too long."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for name in re.findall(r"def (test_\w+)", path.read_text("utf-8")):
+            if len(name) > NAME:
+                yield f"{path.relative_to(ROOT)}: {name} has {len(name)} characters, {NAME} are enough."
+
+
 def readability() -> Iterator[str]:
     """For every page its words, those of an average sentence, and the longest; then the sums by section."""
     sums: dict[str, int] = {}
@@ -196,7 +206,7 @@ def main() -> None:
     if shown and not chosen:
         over = ", ".join(f"{name} {counts[name]} (recorded {limits.get(name, 0)})" for name in shown)
         sys.exit(f"More findings than recorded in tools/prose.json: {over}. Rewrite as many as were added.")
-    if not chosen and (too_long := list(long_pages())):
+    if not chosen and (too_long := [*long_pages(), *long_names()]):
         sys.exit("\n".join(too_long))
     print(f"{sum(counts.values())} findings in {len(counts)} files, none above its recorded number.")
 

@@ -72,7 +72,7 @@ def test_interpreted_transposes_move_every_byte(size: tuple[int, int]) -> None:
 
 
 @interpreter
-def test_interpreted_transpose_serves_more_matrices_than_an_address_launch() -> None:
+def test_interpreted_transpose_takes_any_number_of_matrices() -> None:
     assert_transposed(16, 48, count=65)
 
 

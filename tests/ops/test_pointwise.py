@@ -38,7 +38,7 @@ def test_few_products_equal_dot_products(compiled: bool, monkeypatch: pytest.Mon
     agree([few_products(x, w, rows=3)], [expected], {"x": x, "w": w})
 
 
-def test_few_products_of_half_precision_round_only_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_products_in_half_precision_round_only_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = random(4, 8, 5).detach().bfloat16().requires_grad_()
     w, g = (random(*shape, seed=1).detach().float() for shape in ((7, 5), (4, 8, 7)))

@@ -261,8 +261,8 @@ def test_a_verdict_names_missing_seeds_and_speeds(result: StudyResult) -> None:
     single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
     apart = result.model_copy(update={"runs": tuple(run for run in result.runs if run.variant != "prenorm")})
     assert verdict(single, apart).endswith("no gain per step, since no seed completed in both.")
-    beside = verdict(row(result, "mgr"), result.model_copy(update={"side_by_side": 5}))
-    assert beside.endswith("; its speed was not measured alone, so no gain per second is stated (--time-alone).")
+    shared = verdict(row(result, "mgr"), result.model_copy(update={"side_by_side": 5}))
+    assert shared.endswith("; its speed was not measured alone, so no gain per second is stated (--time-alone).")
     assert cells(row(result, "block_attnres"), result)[7].joined() == "0.84× [0.84, 0.84]"
 
 
@@ -344,8 +344,8 @@ def test_the_picture_plots_step_cost_against_equivalent_tokens(study: StudyConfi
     assert drawn.y_title == "equivalent tokens, × prenorm's"
     stored = StudyResult(**json.loads((out / "results.json").read_text()))
     assert picture(stored) == (out / "gains.svg").read_text()  # rebuilt from the stored results, the same
-    beside = result.model_copy(update={"side_by_side": 5})
-    assert break_even(beside) is None  # no speed was measured in isolation
+    shared = result.model_copy(update={"side_by_side": 5})
+    assert break_even(shared) is None  # no speed was measured in isolation
     law = ladder_scatter(result, result.ladder[0])
     labels = [point.name for point in law.points if point.labelled]
     assert labels == ["0.00128 M", "0.00256 M", "0.00384 M", "0.00512 M"]

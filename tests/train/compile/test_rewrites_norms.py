@@ -293,7 +293,7 @@ READERS = {
 
 @pytest.mark.parametrize(("read", "taken"), READERS.values(), ids=READERS)
 @pytest.mark.parametrize("added", [False, True], ids=["norm", "sum"])
-def test_a_norm_writes_only_codes_of_its_own_output_under_a_known_scale(read, taken, added):
+def test_a_norm_writes_only_its_own_codes_under_a_known_scale(read, taken, added):
     x, weight = (t.detach() for t in drawn((6, 8), (8,)))
     scales = torch.tensor(2.0**-6), torch.tensor(2.0**-9)
 
