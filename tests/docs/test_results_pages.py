@@ -236,18 +236,21 @@ def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, roo
 
 
 @pytest.mark.parametrize(
-    ("preset", "study", "variant"),
+    ("preset", "study", "variant", "changes"),
     [
-        ("recommended-mini", "mini-39m", "mgr_resformer"),
-        ("recommended-mini-per-token", "main-mini", "mgr_exo"),
-        ("recommended-s", "main-s", "mgr2_resformer"),
-        ("recommended-s-per-token", "main-s", "mgr_exo"),
+        ("recommended-mini", "mini-39m", "mgr_resformer", []),
+        ("recommended-mini-per-token", "main-mini", "mgr_exo", ["anchors.mixing.kind=static", "ffn.hidden=1656"]),
+        ("recommended-s", "main-s", "mgr2_resformer", []),
+        ("recommended-s-per-token", "main-s", "mgr_exo", ["anchors.mixing.kind=static", "ffn.hidden=2552"]),
     ],
 )
-def test_a_recommended_preset_is_the_measured_model(preset: str, study: str, variant: str) -> None:
+def test_a_recommended_preset_is_the_measured_model(preset: str, study: str, variant: str, changes: list[str]) -> None:
+    """But for `changes` to it that another study found as good and faster."""
     saved = SavedStudy.read(ROOT / "docs" / "results" / f"{study}.json")
     (measured,) = (RunConfig(**model.config).model for model in saved.models if model.variant == variant)
-    assert RunConfig.find(preset).model.override([f"vocab_size={measured.vocab_size}"]) == measured
+    recommended = RunConfig.find(preset).model.override([f"vocab_size={measured.vocab_size}"])
+    assert recommended == measured.override(changes)
+    assert measure(recommended).parameters == pytest.approx(measure(measured).parameters, rel=0.001)
 
 
 @pytest.mark.parametrize("kind", ["", "-per-token"])
