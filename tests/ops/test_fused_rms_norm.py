@@ -83,7 +83,10 @@ def test_a_gradient_is_returned_with_its_dot_product(size):
 
 
 def assert_codes(form: str, inputs: list[Tensor], scale: float) -> bool:
-    """The norm and its gradient with codes have the bits of separate passes; returns whether all clamp values."""
+    """The norm and its gradient with codes have the bits of separate passes; returns whether all clamp values.
+
+    But in float32 on a GPU, where the compiler may join other products and sums in a kernel that also writes codes.
+    """
     (x, *update), (weight, *affine) = (inputs[:2], inputs[2:]) if form == "sum" else (inputs[:1], inputs[1:])
     known = torch.tensor(scale, device=x.device)
     given = (*(update or [None]), *(affine or [None]))
@@ -96,10 +99,14 @@ def assert_codes(form: str, inputs: list[Tensor], scale: float) -> bool:
     ]
     clamped = []
     for expected, (*same, codes, bits), gradient in passes:
-        exact, largest = encode_values(expected[0], known, gradient=gradient)
+        exact, largest = encode_values(same[0], known, gradient=gradient)
         assert codes.dtype is exact.dtype and codes.shape == x.shape
-        for a, b in zip([*same, codes], [*expected, exact], strict=True):
-            assert bytes(a.cpu().view(torch.uint8).numpy()) == bytes(b.cpu().view(torch.uint8).numpy())
+        assert bytes(codes.cpu().view(torch.uint8).numpy()) == bytes(exact.cpu().view(torch.uint8).numpy())
+        for a, b in zip(same, expected, strict=True):
+            if x.is_cuda and x.dtype is torch.float32:
+                assert (a.double() - b.double()).norm() <= 1e-6 * b.double().norm()
+            else:
+                assert bytes(a.cpu().view(torch.uint8).numpy()) == bytes(b.cpu().view(torch.uint8).numpy())
         assert bits.amax() == largest.view(torch.int32)
         assert largest.isnan() == x.isnan().any()
         clamped.append((codes.float().abs() == torch.finfo(codes.dtype).max).any())

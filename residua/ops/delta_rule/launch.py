@@ -36,7 +36,7 @@ class BlockPlan(NamedTuple):
 
 
 CHUNKS, CHANNEL_CHUNKS = BlockPlan(32, warps=2), BlockPlan(32)
-GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32, warps=8)
+GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32)
 STEP = BlockPlan(32)
 PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
 """For the products with a decay per channel: the fastest of 2, 4 and 8 on an H200, with heads of 128."""
