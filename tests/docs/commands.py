@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
 
 def load_module(path: str) -> Any:
     """A file of the repository outside its packages, such as `tools/site.py`, imported."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"file_{Path(path).stem}", ROOT / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
     spec.loader.exec_module(module)
     return module

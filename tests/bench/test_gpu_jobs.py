@@ -1,0 +1,85 @@
+"""tools/gpu_jobs.py: order of jobs, what is left after a failure or the deadline, timings without the others."""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.docs.commands import load_module
+
+gpu_jobs = load_module("tools/gpu_jobs.py")
+
+
+def jobs(**tables: dict[str, object]) -> list[object]:
+    return [gpu_jobs.Job(name, **table) for name, table in tables.items()]
+
+
+def test_a_job_waits_for_others_and_for_memory(tmp_path: Path) -> None:
+    note = "echo {0} >> order; sleep 0.3; echo {0} ends >> order"
+    made = jobs(
+        text={"run": note.format("text")},
+        large={"run": note.format("large"), "memory": 80.0},
+        other={"run": note.format("other"), "memory": 80.0, "after": ["text"], "environment": {"LETTER": "x"}},
+    )
+    assert gpu_jobs.run_jobs(made, tmp_path, memory=100, seconds=20)
+    lines = (tmp_path / "order").read_text().splitlines()
+    assert lines.index("other") > max(lines.index("large ends"), lines.index("text ends"))
+    assert lines.index("large") < lines.index("text ends")  # side by side
+
+
+def test_jobs_that_failed_or_were_ended_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = jobs(
+        good={"run": "echo good >> ran"},
+        bad={"run": "echo bad >> ran; test -e ready"},
+        after={"run": "echo after >> ran", "after": ["bad"]},
+        slow={"run": "test -e ready || sleep 60"},
+    )
+    assert not gpu_jobs.run_jobs(made, tmp_path, memory=1, seconds=1.5)
+    assert "after: not run, since bad did not end well" in (said := capsys.readouterr().out)
+    assert "not ended: slow" in said and not list(tmp_path.glob("*.pid"))
+    (tmp_path / "ready").touch()
+    assert gpu_jobs.run_jobs(made, tmp_path, memory=1, seconds=20)
+    assert (tmp_path / "ran").read_text().split() == ["good", "bad", "bad", "after"]
+
+
+def test_other_jobs_stand_still_while_one_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.train import turns
+
+    monkeypatch.setattr(gpu_jobs, "SETTLE", 0.1)
+    count = "import time\nwhile True: print(flush=True); time.sleep(0.01)"
+    child = gpu_jobs._start(gpu_jobs.Job("other", f'"{sys.executable}" -c "{count}"'), tmp_path)
+    log = tmp_path / "other.log"
+    while not log.stat().st_size:
+        time.sleep(0.05)
+
+    def ask(turn: object, steps: int) -> list[float]:
+        before = log.stat().st_size
+        time.sleep(0.3)
+        return [log.stat().st_size - before]
+
+    monkeypatch.setattr(turns.Turn, "ask", ask)
+    monkeypatch.setattr(turns.Turn, "end", lambda turn: {})
+    with gpu_jobs.timings_alone(tmp_path):
+        assert turns.Turn.ask(SimpleNamespace(), 1) == [0]
+        turns.Turn.end(SimpleNamespace())
+        size = log.stat().st_size
+        time.sleep(0.3)
+        assert log.stat().st_size > size
+    child.kill()
+    child.wait()
+
+
+def test_a_variable_holds_for_one_case_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.bench import turns as bench
+    from residua.bench.step import read_cases
+    from residua.config.run import RunConfig
+    from residua.train import turns
+
+    seen = []
+    monkeypatch.setattr(bench, "_open", lambda case, *rest: seen.append(turns.python_environment().get("LETTER")))
+    with gpu_jobs.timings_alone(tmp_path):
+        for case in read_cases(RunConfig.find("tiny"), ["prenorm env:LETTER=x", "mgr"]):
+            bench._open(case, tmp_path, 0)
+    assert seen == ["x", None]
