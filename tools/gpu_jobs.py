@@ -107,7 +107,7 @@ def _done(out: Path, name: str) -> Path:
 
 
 def _start(job: Job, out: Path) -> subprocess.Popen[bytes]:
-    residua = f'residua() {{ "{sys.executable}" "{Path(__file__).resolve()}" residua "$@"; }}; '
+    residua = f'residua() {{ "{sys.executable}" -P "{Path(__file__).resolve()}" residua "$@"; }}; '
     environment = {**os.environ, **job.environment, QUIET: str(out.resolve())}
     with (out / f"{job.name}.log").open("ab") as log:
         child = subprocess.Popen(
