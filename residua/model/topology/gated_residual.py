@@ -8,19 +8,15 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, silu
-from torch.utils.checkpoint import checkpoint
 
+from residua import ops
 from residua.config import choices
 from residua.model.norm import GATE_STD
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import Ablations, Costs, SourceNames, reads_changed, trace_rows
 from residua.ops._runtime.numeric import wide
-
-EPS = 1e-6
-ALIGNED_ROWS = 8
-"""Pad a matrix product's result to a multiple of this, so that its bfloat16 rows start at multiples of 16 bytes."""
+from residua.ops.gated_residual import reference
 
 
 class GatedResidual(Topology):
@@ -39,34 +35,36 @@ class GatedResidual(Topology):
         super().__init__()
         self.streams = config.streams
         rank = config.rank or max(1, width // 8)
-        self.reads = nn.ModuleList(StreamRead(k, config.streams, width, rank) for k in range(sublayers))
-        self.last_read = StreamRead(sublayers, config.streams, width, rank, injects=False)
+        self.reads = nn.ModuleList(StreamRead(config.streams, width, rank) for _ in range(sublayers))
+        self.last_read = StreamRead(config.streams, width, rank, injects=False)
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return self._read(0, x[..., None, :].expand(*x.shape[:-1], self.streams, -1))
+        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
+        h, *injection = self._reader(0)(X)
+        return h, (X, *injection)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        X, inject = state
-        X = (wide(X) + inject[..., None] * wide(y)[..., None, :]).to(X.dtype)
+        h, X, *injection = self._reader(k + 1)(*state, y)
         tap(f"depth.{k}.streams", X)
-        return self._read(k + 1, X)
+        tap(f"depth.{k}.weights", lambda: wide(self._gates(k, X)[1]).mean(-1) / self.streams)
+        return h, (X, *injection)
 
-    def _read(self, reader: int, X: Tensor) -> tuple[Tensor, State]:
-        read = self.reads[reader] if reader < len(self.reads) else self.last_read
-        h, *inject = cast(StreamRead, read)(X)
-        return h, (X, *inject)
+    def _reader(self, reader: int) -> StreamRead:
+        return cast(StreamRead, self.reads[reader] if reader < len(self.reads) else self.last_read)
+
+    def _gates(self, k: int, X: Tensor) -> tuple[Tensor, Tensor]:
+        """X̂ and the scores of the read after sublayer k, both [B, T, n, C]."""
+        read = self._reader(k + 1)
+        return reference.gates(X, read.gain, read.down, read.up)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Counted in a compiled step at n = 4: the passes between the gate's matrix products exceed the floor.
+        """Counted in the kernels, without tensors of rank r, such as the maps' outputs for each stream.
 
-        Forward 27 rows. X, y → X'; W_down and W_inj read X'; scores are written, then read with X' → h. Backward 65:
-        scores, X', dh → the scores' gradient, which two products read; one more reads X'; the gradient through the maps
-        is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X is stored,
-        and the scores are written again: 4 rows.
+        Forward: X, y → X'; X' → h. Backward: X', dh → the gradient through the maps, which gives dX with X', dh and
+        dX'; dX, y → dy.
         """
         floor, n = trace_rows(self, sublayers, width), self.streams
-        step = (6 * n + 3 + 16 * n + 5) * sublayers
-        return Costs(lambda: floor, step, kept_widths=n)
+        return Costs(lambda: floor, (3 * n + 2 + 5 * n + 4) * sublayers, kept_widths=n)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")
@@ -78,21 +76,20 @@ class GatedResidual(Topology):
 
     def _unread(self, index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The read after sublayer k without one stream."""
-        read = cast(StreamRead, self.reads[k + 1] if k + 1 < len(self.reads) else self.last_read)
-        return h - (read.gated(tensors[f"depth.{k}.streams"]) / self.streams)[..., index, :]
+        normed, scores = self._gates(k, tensors[f"depth.{k}.streams"])
+        return h - (normed * scores / self.streams)[..., index, :]
 
 
 class StreamRead(nn.Module):
     """The gains and matrices of one reader."""
 
-    def __init__(self, reader: int, streams: int, width: int, rank: int, *, injects: bool = True) -> None:
+    def __init__(self, streams: int, width: int, rank: int, *, injects: bool = True) -> None:
         super().__init__()
-        self.reader, self.streams, wide_row = reader, streams, streams * width
         self.gain = nn.Parameter(torch.empty(streams, width))
-        self.down = nn.Parameter(torch.empty(rank, wide_row))
-        self.up = nn.Parameter(torch.empty(wide_row, rank))
-        self.inject = nn.Parameter(torch.empty(streams, wide_row)) if injects else None
-        self.hidden_matrices: dict[str, tuple[int, ...]] = {"down": (rank,), "up": (wide_row,)}
+        self.down = nn.Parameter(torch.empty(rank, streams * width))
+        self.up = nn.Parameter(torch.empty(streams * width, rank))
+        self.inject = nn.Parameter(torch.empty(streams, streams * width)) if injects else None
+        self.hidden_matrices: dict[str, tuple[int, ...]] = {"down": (rank,), "up": (streams * width,)}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -101,46 +98,9 @@ class StreamRead(nn.Module):
             if matrix is not None:
                 nn.init.normal_(matrix, std=GATE_STD)
 
-    def forward(self, X: Tensor) -> tuple[Tensor, ...]:
-        """h and, if it injects, inj [B, T, n]."""
-        normed, projected = self._project(X)
-        scores = self._scores(projected, X)
-        if self.reader:
-            tap(f"depth.{self.reader - 1}.weights", lambda: wide(scores).mean(-1) / self.streams)
-        h = wide(normed * scores).mean(-2).to(X.dtype)
-        rank = len(self.down)
-        return (h,) if self.inject is None else (h, 2 * torch.sigmoid(projected[..., rank : rank + self.streams]))
-
-    def gated(self, X: Tensor) -> Tensor:
-        """The gated streams [B, T, n, C], before their mean."""
-        normed, projected = self._project(X)
-        return normed * self._scores(projected, X)
-
-    def _project(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """X̂ [B, T, n, C], and vec(X̂)/n times W_down and W_inj [B, T, r + n, zero-padded], the latter in float32.
-
-        One product computes both from X: the maps absorb the gains, and a stream's 1/rms multiplies its part of the
-        result. A compiled step then neither writes X̂ nor stores it for the backward pass.
-        """
-        x = wide(X)
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-        maps = self.down if self.inject is None else torch.cat([self.down, self.inject])
-        maps = wide(pad(maps, (0, 0, 0, -len(maps) % ALIGNED_ROWS))).unflatten(1, self.gain.shape)
-        weight = (maps * wide(self.gain) / self.streams).permute(1, 2, 0).to(X.dtype)  # [n, C, r + n, zero-padded]
-        parts = wide(torch.bmm(X.flatten(0, -3).transpose(0, 1), weight))  # [n, B T, r + n, zero-padded]
-        projected = (parts * rstd.flatten(0, -3).transpose(0, 1)).sum(0)
-        return (x * rstd * wide(self.gain)).to(X.dtype), projected.view(*X.shape[:-2], -1)
-
-    def _scores(self, projected: Tensor, X: Tensor) -> Tensor:
-        """σ(W_up silu(…)), in the shape of X.
-
-        Compiled code computes it again in the backward pass: the scores would take as much memory as the streams.
-        """
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
-            again: Tensor = checkpoint(self._gate, projected, X, use_reentrant=False)
-            return again
-        return self._gate(projected, X)
-
-    def _gate(self, projected: Tensor, X: Tensor) -> Tensor:
-        hidden = silu(projected[..., : len(self.down)]).to(X.dtype)
-        return torch.sigmoid(linear(hidden, self.up.to(X.dtype))).to(X.dtype).view_as(X)
+    def forward(self, X: Tensor, injection: Tensor | None = None, y: Tensor | None = None) -> tuple[Tensor, ...]:
+        """h, with an output y also X' with y written into it, and inj [B, T, n] if it injects."""
+        maps = (self.gain, self.down, self.up, self.inject)
+        if injection is None or y is None:
+            return reference.read(X, *maps)
+        return ops.gated_residual(X, injection, y, *maps)
