@@ -23,10 +23,18 @@ from residua.reading import ReadError, Shape, counted, inside, read_json, shown
 from residua.storage.load import weights_fingerprint
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import EXTENDED, PLACE, STARTED, STUDY, PlannedRun, StudyPlan, make_plan, read_rates
-from residua.study.records import RunRecord, is_complete, read_environment, read_run
+from residua.study.records import RunRecord, both, is_complete, read_environment, read_run
 from residua.study.results import DatasetFacts
-from residua.study.results_file import PATHS, SavedStudy, Timings, local_changes, same_place, save_study
-from residua.study.timing import read_timings
+from residua.study.results_file import (
+    OF_THE_MODEL,
+    PATHS,
+    SavedStudy,
+    Timings,
+    local_changes,
+    same_place,
+    save_study,
+)
+from residua.study.timing import StepTiming, comparable_timings, read_timings
 from residua.study.train_runs import lock_results
 from residua.train.environment import START
 from residua.train.result import final_tokens
@@ -252,18 +260,28 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
             )
     _check_models(first, *plans, there)
     known = {run.key: record for run, record in there.items()}
-    added = []
+    runs = dict(zip(known, whole.runs, strict=True))
     for (run, record), saved in zip(other.records(plans[1]).items(), other.runs, strict=True):
         if run.key not in known:
-            added.append(saved.model_copy(update={"environment": saved.environment + len(whole.environments)}))
-        elif known[run.key].loss_curve != record.loss_curve:
+            runs[run.key] = saved.model_copy(update={"environment": saved.environment + len(whole.environments)})
+            continue
+        if known[run.key].loss_curve != record.loss_curve:
             raise ConfigError(f"{first} and {path} have {run.title} with different losses: leave one of them out.")
+        mine = runs[run.key]
+        measured = {key: both(getattr(mine, key), getattr(saved, key)) for key in ("peaks", *OF_THE_MODEL)}
+        runs[run.key] = mine.model_copy(update=measured)
     models = {(model.size, model.variant): model for model in (*other.models, *whole.models)}
+    timings = _united_timings(whole.timings, other.timings, study.baseline)
+    rates = {(rate.size, rate.variant): rate for rate in (*(other.tuning or ()), *(whole.tuning or ()))}
+    scalings = [
+        {**(s.scaling.model_dump(exclude_none=True) if s.scaling else {}), "sizes": ()} for s in (before, study)
+    ]
+    rule = scalings[0] if scalings[0] == scalings[1] else {}
     size_of = {model.size: model.parameters for model in models.values() if model.variant == study.baseline}
     sizes = sorted({*before.sizes, *study.sizes}, key=lambda size: size_of.get(size, 0))
     config = _union_of(before, study) | {
         "name": before.name if before.name == study.name else f"{before.name}+{study.name}",
-        "scaling": {"sizes": sizes} if len(sizes) > 1 else None,
+        "scaling": {**rule, "sizes": sizes} if len(sizes) > 1 else None,
         "tune": before.tune if before.tune == study.tune else None,
     }
     return whole.model_copy(
@@ -271,11 +289,21 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
             "study": {key: value for key, value in {**whole.study, **config}.items() if value is not None},
             "commands": (*whole.commands, *other.commands),
             "environments": (*whole.environments, *other.environments),
-            "models": tuple(models.values()),
-            "tuning": (*(whole.tuning or ()), *(other.tuning or ())) or None,
-            "runs": (*whole.runs, *added),
+            "models": tuple(model.model_copy(update={"timings": timings[key]}) for key, model in models.items()),
+            "tuning": tuple(rates.values()) or None,
+            "tasks": both_tasks(whole.tasks, other.tasks),
+            "runs": tuple(runs.values()),
         }
     )
+
+
+def _united_timings(ours: Timings, others: Timings, baseline: str) -> dict[tuple[str, str], dict[str, StepTiming]]:
+    """The timings of both, without others on a device whose baseline we timed in another session."""
+    joined = {key: dict(devices) for key, devices in ours.items()}
+    for (size, name), devices in others.items():
+        base, theirs = ours.get((size, baseline), {}), others.get((size, baseline), {})
+        joined[size, name] = {**comparable_timings(devices, theirs, base), **ours.get((size, name), {})}
+    return joined
 
 
 def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:

@@ -164,13 +164,17 @@ def keep_timings(
         title, config = model_title(study, size, name), plan.models[size, name].config
         recorded = _read(out, title, config)
         base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
-        same = {
-            d: timing
-            for d, timing in devices.items()
-            if not timing.busy and (d not in base or base[d] == theirs.get(d))
-        }
+        idle = {d: timing for d, timing in devices.items() if not timing.busy}
+        same = comparable_timings(idle, theirs, base)
         if same.keys() - recorded.devices.keys():
             recorded.write(_path(out, title), {**same, **recorded.devices})
+
+
+def comparable_timings(
+    devices: Mapping[str, StepTiming], theirs: Mapping[str, StepTiming], ours: Mapping[str, StepTiming]
+) -> dict[str, StepTiming]:
+    """The timings of a variant without devices where its baseline, `theirs`, was not timed in the session of `ours`."""
+    return {device: timing for device, timing in devices.items() if ours.get(device) in (None, theirs.get(device))}
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:

@@ -199,6 +199,29 @@ def test_sizes_and_budgets_are_fitted_by_one_law(
         unite(halves)
 
 
+def test_joined_files_keep_settings_but_not_other_sessions_speeds(tmp_path: Path) -> None:
+    """Of two halves of a study, one has the outliers of a run and the other was timed on a slower machine."""
+    saved = SavedStudy.read(Path("docs/results/scaling.json"))
+    slow = [model for model in saved.models if model.variant in ("prenorm", "resformer")]
+    fast = [model for model in saved.models if model.variant != "resformer"]
+    slow = [m.model_copy(update={"timings": {d: t.scaled(1.5) for d, t in m.timings.items()}}) for m in slow]
+    halves = []
+    for index, models in enumerate((fast, slow)):
+        names = [model.variant for model in models]
+        runs = tuple(run for run in saved.runs if run.variant in names)
+        runs = runs if index else (runs[0].model_copy(update={"outliers": None}), *runs[1:])
+        asked = {**saved.study, "variants": {k: v for k, v in saved.study["variants"].items() if k in names}}
+        halves.append(tmp_path / f"{index}.json")
+        saved.model_copy(update={"models": tuple(models), "runs": runs, "study": asked}).write(halves[-1])
+    united = unite(halves)
+    assert united.config.scaling == saved.config.scaling
+    timed = {model.variant for model in united.models if model.timings}
+    assert timed == {"prenorm", "mgr_resformer", "mgr2_resformer"}
+    assert united.runs[0].outliers == saved.runs[0].outliers is not None
+    tuned = Path("docs/results/twenty.json")
+    assert unite([tuned, tuned]).tuning == SavedStudy.read(tuned).tuning
+
+
 @pytest.mark.usefixtures("no_page")
 def test_seeds_with_inconsistent_speeds_give_no_wall_clock_gain(
     study: StudyConfig, dataset: Dataset, out: Path
