@@ -316,12 +316,17 @@ class LowPrecision:
         return values
 
     def set_state(self, history: list[list[float]]) -> None:
-        """Continue from a state that `state` returned."""
+        """Continue from a state that `state` returned, of any number of steps.
+
+        If it has the ranges of other products, which a resumed run may choose, they are found again.
+        """
         values = torch.tensor(history, device=self._history.device).reshape(len(history), -1)
-        if values.shape != self._history.shape:
-            raise ValueError(f"ranges of shape {tuple(values.shape)}, expected {tuple(self._history.shape)}")
-        self._set(values)
-        self._known.ranges = any(any(row) for row in history)
+        if values.shape[1] != self._history.shape[1]:
+            return
+        steps, restored = self.config.history, torch.zeros_like(self._history)
+        restored[-len(values) :] = values[-steps:]
+        self._set(restored)
+        self._known.ranges = bool(restored.any())
 
     def restart(self) -> None:
         """Reset the ranges for another run."""

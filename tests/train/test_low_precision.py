@@ -236,6 +236,22 @@ def test_ranges_ignore_non_finite_values(config: RunConfig) -> None:
     assert (low._scales[0].x, low._scales[1].x) == (1.0, 2.0**-7)  # some scale, until a magnitude is known
 
 
+def test_resumed_run_may_change_history_and_products(config: RunConfig) -> None:
+    config = config.override([*WIDE, FP8, "train.low_precision.history=3"])
+    low = LowPrecision(build(config.model), config.train, CPU)
+    rows = [[float(step)] * 2 * len(low.places) for step in (4, 1, 2)]
+    low.set_state(rows)
+    for history, kept in ((2, rows[1:]), (4, [[0.0] * len(rows[0]), *rows])):
+        other = LowPrecision(
+            build(config.model), config.override([f"train.low_precision.history={history}"]).train, CPU
+        )
+        other.set_state(low.state())
+        assert other.state() == kept and other.knows_ranges
+    other = LowPrecision(build(config.model), config.override([HEAD]).train, CPU)
+    other.set_state(low.state())
+    assert not other.knows_ranges
+
+
 @pytest.mark.parametrize("precision", [(FP8, HEAD), pytest.param((NVFP4,), marks=pytest.mark.nightly)])
 def test_resumed_low_precision_run_equals_the_uninterrupted_one(lab: Lab, precision: tuple[str, ...]) -> None:
     changes = (*WIDE, *precision, "train.telemetry=on", "train.telemetry_every=3")
