@@ -187,7 +187,7 @@ class Olmo3(Olmo2, model_type="olmo3"):
     """OLMo 3: OLMo 2 with windows in three of four layers, whose positions are not scaled."""
 
     layered = True
-    ABSENT = ("rope_local_base_freq",)
+    ABSENT = ("rope_local_base_freq", "sliding_window_pattern")
     WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS = Olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
 

@@ -24,6 +24,7 @@ class GatedHybrid(Family):
     """The base: gains stored minus one, partly rotated heads, queries stored with their gates."""
 
     partial = less_one = True
+    ACTS: ClassVar[dict[str, str]] = {"silu": "swiglu", "swish": "swiglu"}  # also of the delta rule's convolution
     MIXERS = (choices.SoftmaxAttention, choices.GatedDeltaNet)
     BIAS = ("attention_bias", "all")
     QK_NORM = "rms"
@@ -106,6 +107,7 @@ class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
 class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
     """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
+    ABSENT = ("norm_topk_prob",)
     HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
     SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
     DEFAULTS = GatedHybrid.DEFAULTS | {
@@ -120,6 +122,7 @@ class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
 class Qwen3Next(Qwen3_5Moe, model_type="qwen3_next"):
     """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
 
+    ABSENT = ()
     DEFAULTS = Qwen3_5Moe.DEFAULTS | {"num_experts": 512, "num_experts_per_tok": 10}
     OTHER_ATTENTION = GatedHybrid.OTHER_ATTENTION | {
         "body.project.weight": ("linear_attn.in_proj_qkvz.weight",),

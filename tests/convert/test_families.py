@@ -272,6 +272,8 @@ def test_missing_window_takes_the_default_of_transformers(model_type: str) -> No
         ("cohere2", "head_dim", 16),
         ("gemma", "final_logit_softcapping", 2.0),
         ("olmo3", "rope_local_base_freq", 7.0),
+        ("olmo3", "sliding_window_pattern", 2),
+        ("qwen3_5_moe_text", "norm_topk_prob", False),
         ("exaone4", "attention_bias", True),
         ("kimi_linear", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
         ("gemma4_text", "rope_parameters", None),
@@ -368,6 +370,11 @@ def test_kimi_preset_has_the_parameters_of_transformers_model() -> None:
 SHORT = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    (
+        "qwen3_5_text",
+        {"hidden_act": "gelu_pytorch_tanh"},
+        "a gated feed-forward with it is not supported (silu, swish)",
+    ),
     ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
