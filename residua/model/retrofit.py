@@ -8,6 +8,7 @@ they only affect training (`training_only`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import cast
@@ -145,10 +146,19 @@ class _Retrofit:
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
 
     def _multiply_outputs(self, factors: Tensor) -> InitFidelity:
-        """Multiply the gains of norms on outputs, if plain; the readers' norms cancel multiples of the sum."""
+        """Multiply the gains of norms on outputs, if plain; the readers' norms cancel positive multiples of the sum.
+
+        On the meta device, where factors have no values, they count as positive.
+        """
         outputs = [sublayer.after for sublayer in self.model.executions]
         plain = all(type(norm) is RMSNorm for norm in outputs) and not self.after.repeats
-        if not plain or not (factors > 0).all() or not all(norm.scale_invariant for norm in _reader_norms(self.model)):
+        if not plain or not all(norm.scale_invariant for norm in _reader_norms(self.model)):
+            return InitFidelity.NOT
+        if not factors.is_meta and not (factors > 0).all():
+            warnings.warn(
+                "a layer factor of the initial model is not positive: the function of the model is not kept",
+                stacklevel=2,
+            )
             return InitFidelity.NOT
         for norm, factor in zip(outputs, factors, strict=True):
             cast(RMSNorm, norm).weight.mul_(factor)

@@ -14,6 +14,7 @@ from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
 from residua.model.equivalence import InitFidelity
 from residua.model.retrofit import retrofit
+from residua.train.start import what_is_kept
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -268,4 +269,7 @@ def test_layer_factors_fold_into_output_norms(topology: dict[str, Any]) -> None:
 
     assert started("gemma", 1e-16)[0] < 1e-10 and started("gemma", 1e-3)[0] > 1e-9
     assert started("gemma", 1e-3)[1] is InitFidelity.UP_TO_EPS
-    assert started("plain", 1e-3)[1] is started("gemma", 1e-3, -1.0)[1] is InitFidelity.NOT
+    with pytest.warns(UserWarning, match="a layer factor of the initial model is not positive"):
+        assert started("plain", 1e-3)[1] is started("gemma", 1e-3, -1.0)[1] is InitFidelity.NOT
+    before, after = (configured("gemma", tables, 1e-3) for tables in (factors, {"topology": topology}))
+    assert what_is_kept(after, before)["model"] is InitFidelity.UP_TO_EPS  # as residua train prints it
