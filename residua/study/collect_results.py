@@ -126,7 +126,7 @@ class _Collection:
         return equivalent_tokens(ladder, losses, tokens, self.study.confidence) if len(ladder) > 1 else None
 
     def raced(self, rows: Sequence[VariantResult]) -> tuple[VariantResult, ...]:
-        """The rows, with race results added if the study has a target."""
+        """The rows, with race results added if the study has a target; tested only with all seeds of the study."""
         target, first = self.study.target, self.study.baseline
         if target is None:
             return tuple(rows)
@@ -138,9 +138,10 @@ class _Collection:
             device = next((name for name in reversed(ours) if name in baseline), "")
             runs = self._planned(row.size, first)
             row_runs = runs if row.name == first else self._planned(row.size, row.name)
-            races.setdefault(row.size, {})[row.name] = race(
-                row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence
-            )
+            made = race(row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence)
+            if not {*self.study.seeds} <= runs.keys() & row_runs.keys():  # a results file has no runs that failed
+                made = replace(made, ratio=None, p=None)
+            races.setdefault(row.size, {})[row.name] = made
         after = {size: adjusted(each) for size, each in races.items()}
         return tuple(row.model_copy(update={"race": after[row.size][row.name]}) for row in rows)
 

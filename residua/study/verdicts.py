@@ -482,7 +482,7 @@ def race_sentence(result: StudyResult, size: str) -> str:
             continue
         words = f"{row.name} in {each.ratio.value:.3f}× the seconds (p = {each.adjusted:.2g})"
         (faster if each.adjusted < RACE_LEVEL else others).append(words)
-    needed = f"{MIN_SEEDS} runs each, all reaching it after their first validation, and steps timed alone"
+    needed = f"every seed, {MIN_SEEDS} at least, to reach it after its first validation, and steps timed alone"
     parts = {
         f"Shown to reach {result.target:g} before {result.baseline}": faster,
         "Not shown": others,

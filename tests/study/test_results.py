@@ -489,7 +489,7 @@ def test_runs_are_kept_if_results_cannot_be_written(study: StudyConfig, plan: St
 
 
 def test_the_title_reports_the_result_of_a_race(dataset: Dataset, out: Path) -> None:
-    study = choose(dataset, "mgr", seeds=3, target=3.5)
+    study = choose(dataset, "mgr", seeds=4, target=3.5)
     plan = make_plan(study, out, dataset)
     write_all(plan, lambda run, step: 5.0 - 0.2 * step * (1.2 if run.variant == "mgr" else 1.0) + 0.01 * run.seed)
     timings = {("tiny", name): {"H200": timed(1.0, 0.001)} for name in study.variants}
@@ -502,3 +502,7 @@ def test_the_title_reports_the_result_of_a_race(dataset: Dataset, out: Path) -> 
     assert "Shown to reach 3.5 before prenorm: mgr in 0.833× the seconds (p = " in markdown(result)
     again = collect(study, plan, records, {}, None, {})
     assert answer(again) == ("unsure", "Not shown: no variant can be tested against prenorm to a loss of 3.5")
+    kept = {run: record for run, record in records.items() if (run.variant, run.seed) != ("mgr", 3)}
+    file = save_study(study, plan, kept, dataset.fingerprint, None, timings).result()  # a failed run is not in the file
+    survivors = row(file, "mgr").race
+    assert survivors is not None and survivors.runs == survivors.reached == 3 and survivors.p is None
