@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from residua.config import choices
 from residua.model.equivalence import InitFidelity
-from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.base import FromEmbedding, Initialization, State
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Ablations, Costs, add_rows, junctions_skipped
 
 if TYPE_CHECKING:
@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from residua.model.topology.inference import InferenceTopology
 
 
-class Additive(Topology):
+class Additive(FromEmbedding):
     """h_{k+1} = h_k + y_k, the pre-norm baseline."""
 
     def __init__(self, config: choices.TopologyChoice, sublayers: int, width: int) -> None:
         super().__init__()
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = state[0] + y
@@ -79,16 +76,12 @@ class LayerFactor(Additive):
         return h, (h,)
 
     def initialization(self) -> Initialization:
-        return Initialization(init_as_additive=self._init_as_additive, output_factors=self._output_factors)
+        return Initialization.additive_when_new(self, output_factors=self._output_factors)
 
     def _output_factors(self) -> Tensor:
         """h_l is s_1 … s_{l−1} times the sum of all outputs so far, each divided by the product of the s before it."""
         before = torch.cat([self.factor.new_ones(1), self.factor[:-1]]).cumprod(0)
         return before.reciprocal().repeat_interleave(2)
-
-    def _init_as_additive(self) -> InitFidelity:
-        self.reset_parameters()
-        return InitFidelity.EXACTLY
 
     def ablations(self) -> Ablations:
         """A layer whose sublayers are both removed has no factor, as if it did not exist."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from residua.errors import UserError
+from residua.model.body import reset
 from residua.model.context import Input, Reads
 from residua.model.equivalence import InitFidelity
 from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_rows
@@ -141,6 +142,16 @@ class Initialization:
     sum_factors: Sequence[float] | None = None
     output_factors: Callable[[], Tensor] | None = None
     begin_as: Callable[[Any], InitFidelity] | None = None
+
+    @classmethod
+    def additive_when_new(cls, topology: nn.Module, **others: Any) -> Initialization:
+        """That of a topology whose new parameters make it such a model."""
+
+        def init_as_additive() -> InitFidelity:
+            reset(topology)
+            return InitFidelity.EXACTLY
+
+        return cls(init_as_additive=init_as_additive, **others)
 
     def factors(self, sublayers: int) -> Sequence[float]:
         """`sum_factors` as explicit numbers."""
@@ -294,3 +305,10 @@ def _is_cut_off(tensor: Tensor, made_in: int | None, followed: Sequence[Any]) ->
     if tensor.requires_grad:
         return made_in is not None and not tensor.is_leaf and all(tensor is not other for other in followed)
     return tensor.is_floating_point() and vars(tensor).get(_MADE_IN, made_in) != made_in
+
+
+class FromEmbedding(Topology):
+    """A topology whose first input and whole state are the embedding."""
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x,)

@@ -64,12 +64,8 @@ class DenseFormer(Topology):
         return mixed.to(outputs[-1].dtype)
 
     def initialization(self) -> Initialization:
-        return Initialization(init_as_additive=self._init_as_additive, begin_as=self._begin_as)
-
-    def _init_as_additive(self) -> InitFidelity:
-        """α_ii = 1 and the others 0, as in a new model."""
-        self.reset_parameters()
-        return InitFidelity.EXACTLY
+        """As in a new model, α_ii = 1 and the others are 0."""
+        return Initialization.additive_when_new(self, begin_as=self._begin_as)
 
     @torch.no_grad()
     def _begin_as(self, old: DenseFormer) -> InitFidelity:

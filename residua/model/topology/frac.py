@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
-from residua.model.body import reset
-from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import Costs, SourceNames, stream_rows, trace_rows
@@ -62,12 +60,7 @@ class FracConnections(Topology):
         return read.flatten(-2).to(h.dtype), (h, *logits)
 
     def initialization(self) -> Initialization:
-        return Initialization(init_as_additive=self._init_as_additive)
-
-    def _init_as_additive(self) -> InitFidelity:
-        """As in a new model."""
-        reset(self.junctions)
-        return InitFidelity.EXACTLY
+        return Initialization.additive_when_new(self)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         """A compiled step fuses the junction of the one stream."""

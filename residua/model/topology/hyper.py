@@ -244,8 +244,7 @@ class HyperConnections(Streams):
 
     def _init_as_additive(self) -> InitFidelity:
         """Every stream holds the sum and each sublayer reads one of them; the final norm gets n times the sum."""
-        for junction in self.junctions:
-            reset(junction)
+        reset(self.junctions)
         return InitFidelity.UP_TO_EPS
 
     def _begin_as(self, old: HyperConnections) -> InitFidelity:

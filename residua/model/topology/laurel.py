@@ -7,14 +7,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from residua.config import choices
-from residua.model.body import reset
-from residua.model.equivalence import InitFidelity
-from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.base import FromEmbedding, Initialization, State
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, trace_rows
 from residua.ops._runtime.numeric import wide
 
 
-class Laurel(Topology):
+class Laurel(FromEmbedding):
     """LAuReL-RW+LR: h ← α_k y_k + β_k (h + B_k A_k h), A_k [r, C], B_k [C, r]. The state is h.
 
     At the start α = β = 1 and B = 0, which is the pre-norm model, and A is normal with std 1/√C; the paper gives no
@@ -25,20 +23,12 @@ class Laurel(Topology):
         super().__init__()
         self.junctions = nn.ModuleList(LowRankStream(config.rank, width) for _ in range(sublayers))
 
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
-
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = self.junctions[k](state[0], y)
         return h, (h,)
 
     def initialization(self) -> Initialization:
-        return Initialization(init_as_additive=self._init_as_additive)
-
-    def _init_as_additive(self) -> InitFidelity:
-        """As in a new model."""
-        reset(self.junctions)
-        return InitFidelity.EXACTLY
+        return Initialization.additive_when_new(self)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         """An addition; h → A h, B A h → the sum; dh → its product with B, h → dA, the gradient of A h → dh, added."""

@@ -16,7 +16,7 @@ from residua.config.topologies import depth_bias, gate_bias, lerping_sublayers
 from residua.errors import UserError
 from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
-from residua.model.topology.base import Boundary, Initialization, Recovery, State, Topology, reentrant_checkpoint
+from residua.model.topology.base import Boundary, FromEmbedding, Initialization, Recovery, State, reentrant_checkpoint
 from residua.model.topology.facts import (
     Ablations,
     Costs,
@@ -72,7 +72,7 @@ class Gates(nn.Module):
         self.reset_parameters()
 
 
-class MultiGate(Topology):
+class MultiGate(FromEmbedding):
     """n streams; a gate per stream writes every sublayer's output into it, and the next input pools the streams.
 
         z_i = w1 · RMS(s_i)/√C + b_i,   β = exp(z_i)/(Σ_j exp(z_j) + exp(b_0))  or  sigmoid(z_i)
@@ -93,9 +93,6 @@ class MultiGate(Topology):
         self._recovery = None if invert is None else StreamRecovery(self.fill + 1, self.last, invert.share)
         self.pools = nn.ModuleList(Pool(width) for _ in range(sublayers))
         self.gates = nn.ModuleList(Gates(width, bias) for _ in range(lerping))
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State, ends: bool = False) -> tuple[Tensor, State]:
         """See `Topology`; with `ends`, the streams leave this process and only gradients return."""
@@ -235,7 +232,7 @@ class StreamsBoundary(Boundary):
         return state[:1] if state[0].dim() == 4 else state
 
 
-class Highway(Topology):
+class Highway(FromEmbedding):
     """One gated stream (arXiv 1505.00387): h' = h + T ⊙ (y − h).
 
     scalar: T = sigmoid( w · RMS(h)/√C + b ), MGR's gate with one stream; elementwise: T = sigmoid(W h + b), the
@@ -247,9 +244,6 @@ class Highway(Topology):
         bias = -depth_bias(sublayers, 1)
         gate = {"scalar": ScalarGate, "elementwise": ElementGate}[config.gate]
         self.gates = nn.ModuleList(gate(width, bias) for _ in range(sublayers))
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = state[0]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from residua.config import choices
 from residua.model.equivalence import InitFidelity
 from residua.model.norm import RMSNorm
-from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.base import FromEmbedding, Initialization, State
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Costs, add_rows
 from residua.ops._runtime.numeric import wide
 
 
-class ScaledSum(Topology):
+class ScaledSum(FromEmbedding):
     """h ← h + g_k ⊙ y_k with a learned g_k that starts small.
 
     LayerScale (arXiv 2103.17239): one number per channel. ReZero (2003.04887): one number, starting at 0.
@@ -34,9 +34,6 @@ class ScaledSum(Topology):
     def reset_parameters(self) -> None:
         for scale in self.scales:
             nn.init.constant_(scale, self.start)
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         h = (wide(state[0]) + wide(self.scales[k]) * wide(y)).to(y.dtype)
@@ -55,15 +52,12 @@ class ScaledSum(Topology):
         return Costs(lambda: add_rows([ADDITION] * sublayers), step=ADDED_IN_NORM * sublayers, kept_widths=1.0)
 
 
-class NormedSum(Topology):
+class NormedSum(FromEmbedding):
     """Base of the kinds below: N, one per place."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(RMSNorm(choices.RMSNorm(), width) for _ in range(places))
-
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        return x, (x,)
 
 
 class LayerNormScaling(NormedSum):
