@@ -333,32 +333,24 @@ def plain_softmax_(
     return lse, (lse - picked).where(counted, 0)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
-    softcap: float | None = None,
+def _cross_entropy(
+    operator: Callable[..., tuple[Tensor, ...]], hidden: Tensor, weight: Tensor, targets: Tensor, *,
+    z_loss: float = 0.0, ignore_index: int = -100, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's dtype)."""
-    return _both(forward, hidden, weight, targets, z_loss, ignore_index)
+    """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's dtype).
 
-
-def training_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The fused twin of the reference: the loss carries the gradient of loss + z, and z carries none."""
-    return _both(training_forward, hidden, weight, targets, z_loss, ignore_index)
-
-
-def _both(
-    operator: Callable[..., tuple[Tensor, ...]],
-    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, ignore_index: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    By `training_forward`, the loss carries the gradient of loss + z, and z carries none.
+    """
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
     if not wanted:
         loss, z = value(rows, cast, flat_targets, z_loss, ignore_index)
     else:
         loss, z, *_ = operator(rows, weight, cast, flat_targets, z_loss, ignore_index)
     return loss, z
+
+
+linear_cross_entropy = partial(_cross_entropy, forward)
+training_cross_entropy = partial(_cross_entropy, training_forward)
 
 
 def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:

@@ -24,20 +24,9 @@ from residua.ops.multi_gate import inversion, launch
 from residua.ops.multi_gate.reference import SEGMENT, check, shape, split
 
 
-def multi_gate(
-    streams: Tensor,
-    update: Tensor,
-    gate_query: Tensor,
-    gate_bias: Tensor,
-    pool_query: Tensor,
-    *,
-    competitive: bool = True,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.multi_gate`."""
-    hidden, (after, *_) = multi_gate_chain(
-        (streams,), update, gate_query, gate_bias, pool_query, competitive=competitive, eps=eps, segment=1
-    )
+def multi_gate(streams: Tensor, *others: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.multi_gate`: a chain of one junction."""
+    hidden, (after, *_) = multi_gate_chain((streams,), *others, **settings, segment=1)
     return hidden, after
 
 
