@@ -35,6 +35,13 @@ def tensor(table_ptr, slot, dtype: tl.constexpr):
 
 
 @triton.jit
+def put_halves(x_ptr, b_x1, b_x2, mask, HALF: tl.constexpr):
+    """Store both halves of a head; x_ptr points to the first."""
+    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def sum_kernel(partial_ptr, total_ptr, parts, LENGTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """total [LENGTH] = Σ over the `parts` rows of partial [parts, LENGTH], BLOCK columns to a program."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]

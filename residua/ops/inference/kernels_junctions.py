@@ -15,6 +15,7 @@ import triton.language as tl
 from residua.ops._runtime.kernels import add2, add3, add4, tensor
 from residua.ops.depth_attention.kernels import load_row, log_sum_exp, store_row
 from residua.ops.multi_gate.kernels import fold, gates, lerp, pick, pooling, put, row, scalars, vector
+from residua.ops.multi_gate.kernels_backward import rows
 
 
 @triton.jit
@@ -306,15 +307,6 @@ def _written(s_ptrs, b_past, betas, i, k: tl.constexpr, token, c, C: tl.constexp
 
 
 @triton.jit
-def _past(f_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
-    """The updates since the streams were stored, each [1, BLOCK]."""
-    b_rows = ()
-    for d in tl.static_range(len(f_ptrs)):
-        b_rows = b_rows + (row(f_ptrs[d] + token * C, c, C, POLICY),)
-    return b_rows
-
-
-@triton.jit
 def gate_norm_tiles_kernel(
     s_ptrs, past_f_ptrs, past_beta_ptrs, f_ptr, w1_ptr, bias_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptrs, beta_ptr,
     eps, key_eps, per_width, per_root,
@@ -339,7 +331,7 @@ def gate_norm_tiles_kernel(
     for tile in range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
         b_f, b_w1, b_w2 = row(row_ptr, c, C, "evict_last"), vector(w1_ptr, c, C), vector(w2_ptr, c, C)
-        b_past = _past(past_f_ptrs, token, c, C, "evict_last")
+        b_past = rows(past_f_ptrs, token, c, C, "evict_last")
         for k in tl.static_range(N):
             b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, "evict_last")  # [1, BLOCK]
             ss, sf = put(ss, i, k, fold(b_s * b_s, LANES)), put(sf, i, k, fold(b_s * b_f, LANES))
@@ -358,7 +350,7 @@ def gate_norm_tiles_kernel(
     for tile in tl.static_range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
         b_f = row(row_ptr, c, C, "evict_first")
-        b_past = _past(past_f_ptrs, token, c, C, "evict_first")
+        b_past = rows(past_f_ptrs, token, c, C, "evict_first")
         b_h = tl.zeros([1, BLOCK], tl.float32)
         for k in tl.static_range(N):
             b_s = _written(s_ptrs, b_past, betas, i, k, token, c, C, "evict_first")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from residua.ops._runtime.kernels import put_halves
+
 
 @triton.jit
 def _tile(x_ptr, batch, start, group, stride_b, stride_t, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
@@ -19,12 +21,6 @@ def _tile(x_ptr, batch, start, group, stride_b, stride_t, HALF: tl.constexpr, LA
 @triton.jit
 def _halves(x_ptr, mask, HALF: tl.constexpr):
     return tl.load(x_ptr, mask=mask, other=0.0), tl.load(x_ptr + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def _put(x_ptr, b_x1, b_x2, mask, HALF: tl.constexpr):
-    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -73,7 +69,7 @@ def heads_kernel(
             # a query or a key: normed, rotated
             b_x1, b_x2 = _halves(source_ptr + head * 2 * HALF, mask, HALF)
             b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 1)
-            _put(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
+            put_halves(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
     else:
         first = group - query_groups - key_groups
         target_ptr = _tile(v_ptr, batch, start, first, stride_kb, stride_kt, HALF, LANES, ROWS, GROUP)
@@ -87,9 +83,9 @@ def heads_kernel(
                 there = here + HALF * stride_sd
                 b_y1 = _mixed(b_a1, b_x1, anchor_scale_ptr + here, scale_ptr + here, lane < HALF)
                 b_y2 = _mixed(b_a2, b_x2, anchor_scale_ptr + there, scale_ptr + there, lane < HALF)
-                _put(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
+                put_halves(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
             else:
-                _put(target_ptr + head * 2 * HALF, b_x1, b_x2, mask, HALF)
+                put_halves(target_ptr + head * 2 * HALF, b_x1, b_x2, mask, HALF)
 
 
 @triton.jit
@@ -112,13 +108,13 @@ def enter_cache_kernel(
     if h < HEADS:
         b_w1, b_w2 = _halves(q_gain_ptr + half, live, HALF)
         b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 0)
-        _put(q_ptr + (batch * HEADS + h) * 2 * HALF + half, b_y1, b_y2, live, HALF)
+        put_halves(q_ptr + (batch * HEADS + h) * 2 * HALF + half, b_y1, b_y2, live, HALF)
     else:
         # a key: normed, rotated, put into its slot; and its value, as it is or mixed with its anchor
         b_w1, b_w2 = _halves(k_gain_ptr + half, live, HALF)
         b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 0)
         slot = batch * stride_kb + position * stride_ks + (h - HEADS) * stride_kh + half
-        _put(k_ptr + slot, b_y1, b_y2, live, HALF)
+        put_halves(k_ptr + slot, b_y1, b_y2, live, HALF)
         b_v1, b_v2 = _halves(head_ptr + KV * 2 * HALF, live, HALF)
         b_v1, b_v2 = b_v1.to(tl.float32), b_v2.to(tl.float32)
         if MIXED:
@@ -127,7 +123,7 @@ def enter_cache_kernel(
             there = here + HALF * stride_sd
             b_v1 = _mixed(b_a1, b_v1, anchor_scale_ptr + here, scale_ptr + here, live)
             b_v2 = _mixed(b_a2, b_v2, anchor_scale_ptr + there, scale_ptr + there, live)
-        _put(v_ptr + slot, b_v1, b_v2, live, HALF)
+        put_halves(v_ptr + slot, b_v1, b_v2, live, HALF)
 
 
 @triton.jit

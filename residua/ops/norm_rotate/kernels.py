@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from residua.ops._runtime.kernels import put_halves
+
 
 @triton.jit
 def _tile(x_ptr, batch, start, stride_b, stride_t, LANES: tl.constexpr, ROWS: tl.constexpr):
@@ -25,12 +27,6 @@ def _load(x_ptr, mask, HALF: tl.constexpr):
     return tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32), tl.load(x_ptr + HALF, mask=mask, other=0.0).to(
         tl.float32
     )
-
-
-@triton.jit
-def _store(x_ptr, b_x1, b_x2, mask, HALF: tl.constexpr):
-    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -68,7 +64,7 @@ def forward_kernel(
         # y = rotate(w ⊙ x · rstd)
         b_rstd = tl.rsqrt(_mean(b_x1 * b_x1, b_x2 * b_x2, HALF) + eps)
         b_n1, b_n2 = b_x1 * b_rstd * b_w1, b_x2 * b_rstd * b_w2
-        _store(target_ptr + head * (2 * HALF), b_n1 * b_cos - b_n2 * b_sin, b_n2 * b_cos + b_n1 * b_sin, mask, HALF)
+        put_halves(target_ptr + head * (2 * HALF), b_n1 * b_cos - b_n2 * b_sin, b_n2 * b_cos + b_n1 * b_sin, mask, HALF)
 
 
 @triton.jit
@@ -107,7 +103,7 @@ def _turn_back(
             # dx = rstd (w ⊙ dz − n mean(w ⊙ dz ⊙ n))
             b_z1, b_z2 = b_z1 * b_w1, b_z2 * b_w2
             b_mean = _mean(b_z1 * b_n1, b_z2 * b_n2, HALF)
-            _store(
+            put_halves(
                 target_ptr + head * (2 * HALF),
                 b_rstd * (b_z1 - b_n1 * b_mean),
                 b_rstd * (b_z2 - b_n2 * b_mean),
@@ -147,7 +143,7 @@ def _copy(
         for head in tl.static_range(GROUP):
             b_v1 = tl.load(source_ptr + head * stride_xh, mask=mask, other=0.0)
             b_v2 = tl.load(source_ptr + head * stride_xh + HALF, mask=mask, other=0.0)
-            _store(target_ptr + head * (2 * HALF), b_v1, b_v2, mask, HALF)
+            put_halves(target_ptr + head * (2 * HALF), b_v1, b_v2, mask, HALF)
 
 
 @triton.jit(do_not_specialize=["batches", "length", "tiles", "query_groups", "key_groups"])

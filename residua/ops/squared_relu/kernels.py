@@ -53,43 +53,29 @@ def write_slopes(p_desc, a_desc, b_g, row, column, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def square_kernel(
-    x_desc, w_desc, a_desc, tokens,
+def product_kernel(
+    x_desc, w_desc, a_desc, y_desc, tokens,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """a [M, N] = relu(x wᵀ)² of x [M, K] and w [N, K]."""
+    """y [M, N] = relu(x wᵀ)² of x [M, K] and w [N, K]; if SLOPES, y = (x w) ⊙ 2√a of w [K, N] and a [M, N]."""
     rows, columns = tl.cdiv(tokens, ROWS), tl.cdiv(N, COLUMNS)
     # counted separately from the loop, so that the next tile's loads can begin before this one is written
     written = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = place(tile, rows, columns, GROUP)
-        # z = x wᵀ, then a = relu(z)²
+        # z = x wᵀ or x w
         b_z = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, K, DEPTH):
-            b_z = tl.dot(
-                x_desc.load([row * ROWS, k]), w_desc.load([column * COLUMNS, k]).T, b_z, input_precision="ieee"
-            )
+            b_x = x_desc.load([row * ROWS, k])
+            if SLOPES:
+                b_w = w_desc.load([k, column * COLUMNS])
+            else:
+                b_w = w_desc.load([column * COLUMNS, k]).T
+            b_z = tl.dot(b_x, b_w, b_z, input_precision="ieee")
         row, column = place(written, rows, columns, GROUP)
-        write_squares(a_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
-        written += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def slope_kernel(
-    g_desc, w_desc, a_desc, p_desc, tokens,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """p [M, N] = (g w) ⊙ 2√a of g [M, K], w [K, N] and a [M, N]."""
-    rows, columns = tl.cdiv(tokens, ROWS), tl.cdiv(N, COLUMNS)
-    written = tl.program_id(0)
-    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
-        row, column = place(tile, rows, columns, GROUP)
-        # z = g w, then p = z ⊙ 2√a
-        b_z = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in range(0, K, DEPTH):
-            b_z = tl.dot(g_desc.load([row * ROWS, k]), w_desc.load([k, column * COLUMNS]), b_z, input_precision="ieee")
-        row, column = place(written, rows, columns, GROUP)
-        write_slopes(p_desc, a_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
+        if SLOPES:
+            write_slopes(y_desc, a_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
+        else:
+            write_squares(y_desc, b_z, row * ROWS, column * COLUMNS, PARTS)
         written += tl.num_programs(0)

@@ -54,16 +54,13 @@ class FlatPlan(NamedTuple):
 
     def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
         part = [self.rows, self.columns // self.parts]
-        operand, result = self._described(x, [self.rows, self.depth]), self._described(y, part)
-        programs = (_programs(y, self.rows, self.columns),)
-        sizes = {"N": y.shape[1], "K": x.shape[1], "ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
-        run = {"GROUP": self.group, "PARTS": self.parts, "num_warps": self.warps, "num_stages": self.stages}
-        if a is None:
-            weight = self._described(w, [self.columns, self.depth])
-            kernels.square_kernel[programs](operand, weight, result, len(y), **sizes, **run)
-        else:
-            weight = self._described(w, [self.depth, self.columns])
-            kernels.slope_kernel[programs](operand, weight, self._described(a, part), result, len(y), **sizes, **run)
+        weight = [self.columns, self.depth] if a is None else [self.depth, self.columns]
+        tensors = (x, [self.rows, self.depth]), (w, weight), (y if a is None else a, part), (y, part)
+        kernels.product_kernel[(_programs(y, self.rows, self.columns),)](
+            *(self._described(*pair) for pair in tensors), len(y), N=y.shape[1], K=x.shape[1], ROWS=self.rows,
+            COLUMNS=self.columns, DEPTH=self.depth, GROUP=self.group, PARTS=self.parts, SLOPES=a is not None,
+            num_warps=self.warps, num_stages=self.stages,
+        )  # fmt: skip
 
     def _described(self, matrix: Tensor, block: list[int]) -> TensorDescriptor:
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
