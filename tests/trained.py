@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from residua.config.run import RunConfig
-from residua.data import open_corpus, prepare
+from residua.data import Dataset, open_corpus, prepare
 from residua.train.trainer import train
 
 WORDS = ["depth", "is", "how", "far", "the", "layers", "of", "a", "model", "talk", "to", "each", "other"]
@@ -30,6 +30,15 @@ def prepare_words(folder: Path, words: int = 30, holdout: float = 0.3, **setting
         (texts / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=words)))
     prepare(open_corpus([texts], holdout=holdout), folder / "data", "bytes", workers=1, **settings)
     return folder / "data"
+
+
+def prepare_sentences(folder: Path, documents: int, holdout: float) -> Dataset:
+    """Sentences of a few words over and over: learnable in a few steps, one token per byte."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "ran"]
+    for index in range(documents):
+        lines = [" ".join(words[(index + i * j) % len(words)] for j in range(1, 8)) for i in range(60)]
+        (folder / f"{index}.txt").write_text("\n".join(lines))
+    return prepare(open_corpus([folder], holdout=holdout), folder / "prepared", "bytes")
 
 
 def train_run(folder: Path, masking: str = "none", sequence: int | None = None, **model: object) -> Path:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.diagnose import sweep
 from tests.diagnose.architectures import LEFT_OUT
+from tests.nightly import only_nightly
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -18,26 +19,14 @@ def recorded() -> dict[str, dict[str, object]]:
     return found
 
 
-def assert_as_recorded(kind: str, row: dict[str, object]) -> None:
-    """Planted, measured and skipped items match the table: nothing is skipped that was measured before."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", only_nightly(sorted(recorded()), but=DISTINCT))
+def test_every_architecture_matches_its_recorded_row(kind: str) -> None:
+    """Recorded values equal those of hooks, planted defects are found, and nothing is skipped that was measured."""
+    row = sweep.examine(kind)
+    assert sweep.faults(row) == []
     for key in ("refused", "sublayers", "attention_layers", "planted", "skipped"):
         assert row.get(key) == recorded()[kind].get(key), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DISTINCT)
-def test_recorded_values_equal_hooks_and_defects_are_found(kind: str) -> None:
-    row = sweep.examine(kind)
-    assert sweep.faults(row) == []
-    assert_as_recorded(kind, row)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", sorted(set(recorded()) - set(DISTINCT)))
-def test_every_architecture_matches_its_recorded_row(kind: str) -> None:
-    row = sweep.examine(kind)
-    assert sweep.faults(row) == []
-    assert_as_recorded(kind, row)
 
 
 @pytest.mark.nightly

@@ -21,21 +21,16 @@ from tests.golden.compare import agree, close, randomise
 from tests.model.depth import SMALL, drive, embedding_and_outputs, named, random_topology, reads_of
 from tests.model.small import small, tokens_and_targets
 
+EQUAL = [choices.BlockAttnRes(sublayers_per_block=1), choices.FullAttnRes(window=8)]
 
-def test_block_with_one_sublayer_equals_full_attnres() -> None:
+
+@pytest.mark.parametrize("config", EQUAL, ids=str)
+def test_blocks_of_one_and_a_whole_window_equal_full_attnres(config: choices.Topology) -> None:
     full = random_topology(choices.FullAttnRes(), 8, 33)
-    block = build_topology(choices.BlockAttnRes(sublayers_per_block=1), 8, 33).double()
-    block.load_state_dict(full.state_dict())
+    same = build_topology(config, 8, 33).double()
+    same.load_state_dict(full.state_dict())
     x, y = embedding_and_outputs(8, 33)
-    agree(drive(block, x, y), drive(full, x, y), named(x, y))
-
-
-def test_full_with_a_window_over_all_sources_equals_full() -> None:
-    full = random_topology(choices.FullAttnRes(), 8, 7)
-    windowed = build_topology(choices.FullAttnRes(window=8), 8, 7).double()
-    windowed.load_state_dict(full.state_dict())
-    x, y = embedding_and_outputs(8, 7)
-    agree(drive(windowed, x, y), drive(full, x, y), named(x, y))
+    agree(drive(same, x, y), drive(full, x, y), named(x, y))
 
 
 def test_one_block_with_zero_queries_averages_embedding_and_sum() -> None:

@@ -9,8 +9,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from residua.config.run import RunConfig
-from residua.data import Dataset, open_corpus, prepare
+from residua.data import Dataset
 from residua.train.trainer import train
+from tests.trained import prepare_sentences
 
 OUTLIER = 5
 """The input channel that the planted run's norms let through far above the others."""
@@ -18,12 +19,7 @@ OUTLIER = 5
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    folder = tmp_path_factory.mktemp("text")
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "ran"]
-    for index in range(12):
-        lines = [" ".join(words[(index + i * j) % len(words)] for j in range(1, 8)) for i in range(60)]
-        (folder / f"{index}.txt").write_text("\n".join(lines))
-    return prepare(open_corpus([folder], holdout=0.2), folder / "prepared", "bytes")
+    return prepare_sentences(tmp_path_factory.mktemp("text"), documents=12, holdout=0.2)
 
 
 def run_config(dataset: Dataset, *changes: str) -> RunConfig:

@@ -257,22 +257,20 @@ def peak_of_import(tmp_path: Path, **sizes: int) -> tuple[float, int]:
     return peak(lambda: import_folder(tmp_path / "hf", tmp_path / "run")) / total, total
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
-def test_an_import_takes_less_memory_than_its_weights(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
-    share, total = peak_of_import(tmp_path, num_attention_heads=16, **sizes)
-    assert total > 100 * 2**20 and 0.05 < share < 0.5
+SMALL = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+LLAMA = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+"""The shape of Llama 3.2 1B."""
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
-def test_importing_one_billion_parameters_takes_their_size(tmp_path: Path) -> None:
-    """The shape of Llama 3.2 1B."""
-    sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    share, total = peak_of_import(tmp_path, num_attention_heads=32, **sizes)
-    assert total > 2 * 2**30 and 0.05 < share < 1.2
+@pytest.mark.parametrize(
+    ("sizes", "heads", "least", "most"),
+    [(SMALL, 16, 100 * 2**20, 0.5), pytest.param(LLAMA, 32, 2 * 2**30, 1.2, marks=pytest.mark.nightly)],
+)
+def test_memory_of_an_import_is_bounded(tmp_path: Path, sizes, heads: int, least: int, most: float) -> None:
+    share, total = peak_of_import(tmp_path, num_attention_heads=heads, **sizes)
+    assert total > least and 0.05 < share < most
 
 
 @pytest.mark.slow

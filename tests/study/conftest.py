@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from residua.cli.compare import app
-from residua.data import Dataset, open_corpus, prepare
+from residua.data import Dataset
 from residua.errors import UserError
 from residua.study import StudyConfig
 from residua.study.collect_results import collect
@@ -26,6 +26,7 @@ from residua.study.run_study import run_study
 from residua.study.timing import read_timings
 from residua.study.train_runs import StudyInterrupted
 from tests.study.recorded import Curve, write_run
+from tests.trained import prepare_sentences
 
 SMALL = (
     "model.width=32",
@@ -49,13 +50,7 @@ Choose = Callable[..., StudyConfig]
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Sentences of a few words over and over: learnable in a few steps, one token per byte."""
-    folder = tmp_path_factory.mktemp("text")
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "ran"]
-    for index in range(20):
-        lines = [" ".join(words[(index + i * j) % len(words)] for j in range(1, 8)) for i in range(60)]
-        (folder / f"{index}.txt").write_text("\n".join(lines))
-    return prepare(open_corpus([folder], holdout=0.05), folder / "prepared", "bytes")
+    return prepare_sentences(tmp_path_factory.mktemp("text"), documents=20, holdout=0.05)
 
 
 @pytest.fixture(scope="session")

@@ -103,23 +103,19 @@ def test_replayed_steps_balance_experts_like_ordinary_ones():
     same(found[0][1], found[1][1])
 
 
-def test_documents_are_copied_into_the_graph():
-    config, step = warmed_up(documents=True)
-    new = batches(config, 99, documents=True)
+MICRO_BATCHES = {
+    "documents": lambda config: batches(config, 99, documents=True),
+    "another length, ungraphed": lambda config: batches(config, 99, sequence=17),
+    # its gradients are not in the buffers that the graph of later micro-batches adds to
+    "another length first": lambda config: [*batches(config, 98, sequence=17)[:1], *batches(config, 99)],
+}
+
+
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_every_kind_of_micro_batch_gets_its_own_gradients(name):
+    config, step = warmed_up(documents=name == "documents")
+    new = MICRO_BATCHES[name](config)
     same(gradients(step, new, step._graphed), gradients(step, new, ordinary(step)))
-
-
-def test_a_micro_batch_of_another_length_runs_ungraphed():
-    config, step = warmed_up()
-    other = batches(config, 99, sequence=17)
-    same(gradients(step, other, step._graphed), gradients(step, other, ordinary(step)))
-
-
-def test_a_step_can_start_with_a_different_length():
-    """Its gradients are not in the buffers that the graph of later micro-batches adds to."""
-    config, step = warmed_up()
-    mixed = [*batches(config, 98, sequence=17)[:1], *batches(config, 99)]
-    same(gradients(step, mixed, step._graphed), gradients(step, mixed, ordinary(step)))
 
 
 def test_graphs_can_be_turned_off():
