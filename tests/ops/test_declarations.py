@@ -1,19 +1,23 @@
 """One declaration for each operator, with examples of its inputs; tracing knows the shapes of all results."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from residua import ops
 from residua.ops._runtime.backend import Operator
-from residua.ops._runtime.cases import Sizes, declared_operators, example_cases
+from residua.ops._runtime.cases import Case, Draw, Sizes, declared_operators, example_cases
 from residua.ops._runtime.library import launchers
 from tests.nightly import only_nightly
+from tests.ops.harness import assert_equal
 
 SMALL = Sizes(tokens=12, width=64, length=12)  # the interpreter is slow
 EXAMPLES = {name: (operator, case) for name, operator, case in example_cases(torch.device("cpu"), torch.float32, SMALL)}
@@ -25,6 +29,19 @@ UNREGISTERED = (
 SLOW = ("squared_relu_ffn", "symmetric_product")  # they fuse large products only
 # sorted rows have the shapes of routed ones
 REGULAR = [name for name in EXAMPLES if not name.startswith((*SLOW, "expert_ffn, routed"))]
+REUSING = ("head_piece", "encode_weights")
+"""Operators that rewrite a stored tensor before each use, or whose results PyTorch cannot compare."""
+
+
+def without_tokens() -> dict[str, tuple[Operator, Case]]:
+    """The examples whose tensors depend on the number of tokens, with none; a step always has one."""
+    draw = Draw(torch.device("cpu"), torch.float32, replace(SMALL, tokens=0))
+    operators = {name: operator for name, operator in declared_operators().items() if name != "gated_delta_step"}
+    cases = {f"{name} {case.label}": (o, case) for name, o in operators.items() for case in o.cases(draw)}
+    return {name: (o, case) for name, (o, case) in cases.items() if any(x.numel() == 0 for x in case.leaves()[2])}
+
+
+EMPTY = without_tokens()
 
 
 def test_every_operator_is_declared_once_and_has_a_case() -> None:
@@ -72,6 +89,17 @@ def test_tracing_knows_the_shapes_of_all_results(name: str) -> None:
     with ops.backend("triton"):
         if not case.is_fused(operator):
             pytest.skip("has no kernel for these inputs")
-        with Shapes() as shapes:
+        with nullcontext() if name in REUSING else SchemaCheckMode(), Shapes() as shapes:
             case.results(operator)
     assert bool(shapes.called) == (name not in UNREGISTERED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_input_gives_results_of_the_reference(name: str) -> None:
+    operator, case = EMPTY[name]
+    with ops.backend("triton"):
+        if not case.is_fused(operator):
+            pytest.skip("has no kernel for these inputs")
+        made = case.results(operator)
+    assert_equal(made, case.results(operator.reference))

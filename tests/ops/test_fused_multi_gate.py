@@ -67,13 +67,6 @@ def test_the_kernels_equal_the_reference_in_every_gradient(case):
 
 
 @interpreter
-def test_empty_input_gives_empty_output_and_zero_gradients():
-    ours = with_gradients(triton, junction(0, 3, 8, True), torch.float32, competitive=True)
-    assert ours[0].shape == (0, 8) and ours[1].shape == (0, 3, 8)
-    assert all(g.count_nonzero() == 0 for g in ours[2:])
-
-
-@interpreter
 def test_non_contiguous_and_batched_inputs_are_accepted():
     streams, update, *rest = junction(6, 3, 10, True)
     leaf = streams.transpose(1, 2).contiguous().requires_grad_()

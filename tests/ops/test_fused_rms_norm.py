@@ -55,10 +55,8 @@ def test_several_rows_per_program_are_correct(form, monkeypatch):
 
 @interpreter
 @pytest.mark.parametrize("form", FORMS)
-def test_empty_and_strided_inputs_are_accepted(form):
+def test_strided_inputs_are_accepted(form):
     rows = 2 if form == "sum" else 1
-    empty = results(choose("triton", partial(operator, form)), drawn(form, 0, 20))
-    assert empty[0].shape == (0, 20) and not any(g.any() for g in empty[-1 if form != "scaled" else -2 :])
     inputs = drawn(form, 6, 20)
     inputs[0] = inputs[0].t().contiguous().t().reshape(2, 3, 20).transpose(0, 1)
     inputs[1:rows] = [x.reshape(3, 2, 20) for x in inputs[1:rows]]
