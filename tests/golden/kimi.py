@@ -44,9 +44,9 @@ def weigh(
     return {e: scale * scores[e] / total for e in chosen}
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> Tensor:
     """S_t = (I − β k kᵀ) Diag(α) S_{t−1} + β k vᵀ, o_t = S_tᵀ q_t, for one head: q, k, g [T, K], v [T, V], beta [T]."""
-    S = torch.zeros(k.shape[1], v.shape[1], dtype=v.dtype)
+    S = torch.zeros(k.shape[1], v.shape[1], dtype=v.dtype) if state is None else state
     outputs = []
     for t in range(v.shape[0]):
         turn = torch.eye(k.shape[1], dtype=v.dtype) - beta[t] * torch.outer(k[t], k[t])

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from residua import ops
 from residua.bench.suite import peers
 from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
+from residua.ops.delta_rule.reference import naive
 from tests.nightly import only_nightly
 from tests.ops import test_delta_rule as plain
 from tests.ops.harness import assert_close, assert_equal, assert_one_graph
@@ -46,29 +47,6 @@ def documents(batch: int, length: int, share: float = 0.05) -> Tensor:
     return begins.cumsum(1)
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rule as printed, one token, row and head at a time."""
-    batch, length, heads, width = v.shape
-    group = heads // k.shape[2]
-    outputs, last = [], []
-    for b in range(batch):
-        for h in range(heads):
-            memory = k.new_zeros(k.shape[-1], width) if state is None else state[b, h]
-            for t in range(length):
-                if segments is not None and t and segments[b, t] != segments[b, t - 1]:
-                    memory = torch.zeros_like(memory)
-                key = k[b, t, h // group]
-                memory = g[b, t, h].exp().reshape(-1, 1) * memory
-                memory = memory + beta[b, t, h] * torch.outer(key, v[b, t, h] - key @ memory)
-                outputs.append(q[b, t, h // group] @ memory)
-            last.append(memory)
-    o = torch.stack(outputs).unflatten(0, (batch, heads, length)).transpose(1, 2)
-    return o, torch.stack(last).unflatten(0, (batch, heads))
-
-
 def follows(fused: Rule, exact: Rule, inputs: Sequence[Tensor], most: float) -> None:
     """Outputs and all gradients of a random scalar of them have relative RMS errors below `most`."""
     low = [x.detach().requires_grad_() for x in inputs]
@@ -84,7 +62,7 @@ def rule_follows(
     rule: Rule, arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype,
     most: float,
 ) -> None:  # fmt: skip
-    """The kernels match the recurrence."""
+    """The kernels match the loop in float64."""
     low = [x.to(device, dtype if name in "qkv" else torch.float32) for name, x in arguments.items()]
 
     def fused(*x: Tensor) -> Sequence[Tensor]:
@@ -92,7 +70,7 @@ def rule_follows(
         assert o.dtype is dtype and last.dtype is torch.float32
         return o, last
 
-    follows(fused, lambda *x: recurrence(*x, segments), low, most)
+    follows(fused, lambda *x: naive(*x[:5], state=x[5], segments=segments), low, most)
 
 
 SHAPES = [
@@ -145,7 +123,7 @@ def test_strided_heads_give_dense_outputs() -> None:
     torch.library.opcheck(launch.forward, [*given, None, arguments["state"], True], test_utils=fake)
     o, last, *kept = launch.forward(*given, None, arguments["state"], True)
     torch.library.opcheck(launch.backward, [o, last, *given[:3], kept, True], test_utils=fake)
-    torch.testing.assert_close(o, recurrence(*given, arguments["state"])[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(o, naive(*given, state=arguments["state"])[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -171,7 +149,7 @@ def test_identical_keys_do_not_amplify_rounding() -> None:
     """Powers of the triangle then reach 10¹⁷: a series instead of substitution would be nothing but rounding."""
     arguments = {name: x.detach() for name, x in single(64, heads=1).items()}
     arguments |= {"k": torch.ones_like(arguments["k"]) / 4, "g": torch.zeros(2, 64, 1), "beta": torch.ones(2, 64, 1)}
-    found, expected = (rule(**arguments)[0] for rule in (autograd.gated_delta, recurrence))
+    found, expected = (rule(**arguments)[0] for rule in (autograd.gated_delta, naive))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -184,7 +162,7 @@ def test_no_states_are_kept_without_gradients() -> None:
 @pytest.mark.parametrize(("key_heads", "widths"), [(1, (16, 64)), (2, (32, 16))])
 def test_a_step_continues_the_rule_and_overwrites_its_state(key_heads: int, widths: tuple[int, int]) -> None:
     arguments = {name: x.detach() for name, x in single(2, key_heads=key_heads, widths=widths).items()}
-    expected, last = recurrence(**arguments)
+    expected, last = naive(**arguments)
     state = arguments.pop("state").clone()
     with ops.backend("triton"), torch.no_grad():
         for t in range(2):

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops.delta_rule.autograd import delta_mixer
+from residua.ops.delta_rule.reference import naive
 from residua.ops.gated_output import launch as output
 from residua.ops.short_convolution import launch
-from tests.ops.test_fused_delta_rule import follows, recurrence
+from tests.ops.test_fused_delta_rule import follows
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -98,9 +99,9 @@ def test_reference_matches_unfused_code() -> None:
 
 
 def mixed(projected: Tensor, g: Tensor, beta: Tensor, weight: Tensor, gain: Tensor, segments: Tensor) -> list[Tensor]:
-    """The whole mixer, by the transcriptions of its parts."""
+    """The whole mixer, by transcriptions of its convolution and norm and by the loop of the rule."""
     q, k, v, z = by_token(projected, weight, 1, 2, segments)
-    o, last = recurrence(q, k, v, g, beta, segments=segments)
+    o, last = naive(q, k, v, g, beta, segments=segments)
     return [*normed(o, z, gain), last]
 
 
