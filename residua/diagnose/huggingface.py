@@ -47,7 +47,6 @@ from residua.diagnose.hf_structure import (
 from residua.diagnose.observe import (
     Ablation,
     AblationKind,
-    AnchorScales,
     Observation,
     Site,
     SiteKind,
@@ -141,12 +140,6 @@ class HuggingFaceSubject(Subject):
 
     def source_name(self, reader: int, source: int) -> str:
         return f"stream {source}"
-
-    def initial_source(self, reader: int) -> int | None:
-        return None
-
-    def anchor_scales(self) -> list[AnchorScales]:
-        return []
 
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
         by_kind: dict[str, list[Ablation]] = {

@@ -17,7 +17,7 @@ from residua.diagnose.observe import (
     NEAR_ZERO,
     Ablation,
     AblationKind,
-    AnchorScales,
+    AnchorFacts,
     Observation,
     Site,
     SiteKind,
@@ -98,12 +98,13 @@ class NativeSubject(Subject):
         assert self._names.block_of_source is not None
         return self._names.block_of_source(reader, source)
 
-    def anchor_scales(self) -> list[AnchorScales]:
+    def anchor_scales(self) -> list[AnchorFacts]:
         return [
-            AnchorScales(
-                site.layer, pathway, _by_head(anchor), _by_head(current),
-                float((anchor.abs() < NEAR_ZERO).double().mean()),
-                anchor.double().flatten().tolist(), current.double().flatten().tolist(),
+            AnchorFacts(
+                layer=site.layer, pathway=pathway, anchor=_by_head(anchor), current=_by_head(current),
+                near_zero=float((anchor.abs() < NEAR_ZERO).double().mean()),
+                anchor_channels=anchor.double().flatten().tolist(),
+                current_channels=current.double().flatten().tolist(),
             )
             for site, body in zip(self.sites, self.bodies, strict=True)
             if (mix := body.anchor_mix()) is not None

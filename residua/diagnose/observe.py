@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from residua.config.settings import Frozen
 from residua.diagnose.attention import AttentionSums
 from residua.ops._runtime.numeric import wide
 
@@ -97,18 +99,22 @@ NEAR_ZERO = 1e-3
 """Below this λ1, a projection takes nothing from its anchor."""
 
 
-@dataclass(frozen=True)
-class AnchorScales:
-    """λ of one layer and pathway, by head if there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3; then
-    all λ1 and λ2, ordered by head."""
+class AnchorFacts(Frozen):
+    """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
+    1e-3. The factor applied is λγ. `gamma` holds the means of γ1 and γ2 over tokens (null for static mixing, γ = 1),
+    and the channels hold λ1·γ1 and λ2·γ2. `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these.
+    For gated values, λ1 is the mean of the gate over tokens, and `near_zero` is the share of tokens and heads in which
+    the gate is near zero."""
 
     layer: int
     pathway: str
     anchor: list[float]
     current: list[float]
     near_zero: float
-    anchor_channels: list[float]
-    current_channels: list[float]
+    gamma: list[float] | None = None
+    ratio: float | None = None
+    anchor_channels: list[float] = Field(default_factory=list)
+    current_channels: list[float] = Field(default_factory=list)
 
 
 class Subject(ABC):
@@ -167,13 +173,13 @@ class Subject(ABC):
     def source_name(self, reader: int, source: int) -> str:
         """The name of a source, given its index among the reader's weights."""
 
-    @abstractmethod
     def initial_source(self, reader: int) -> int | None:
         """The only source that the reader uses in an untrained model; None if it starts with all sources."""
+        return None
 
-    @abstractmethod
-    def anchor_scales(self) -> list[AnchorScales]:
-        """λ of projection mixing."""
+    def anchor_scales(self) -> list[AnchorFacts]:
+        """λ of projection mixing, without γ."""
+        return []
 
     @abstractmethod
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,6 @@ from residua.model.decoder import build
 from residua.ops._runtime.backend import Operator, backend
 from residua.ops._runtime.cases import Case, declared_operators, example_cases
 from residua.report.terminal import Progress
-
-if TYPE_CHECKING:
-    from residua.report.terminal import Progress
-
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest relative error of an output or a gradient."""

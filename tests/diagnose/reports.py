@@ -7,7 +7,6 @@ from typing import Any
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.attention import AttentionFacts, HeadFacts, PositionFacts, TokenSink
 from residua.diagnose.metrics import attention, chance, depth_weights, dimensions, states, sublayers
-from residua.diagnose.metrics.anchors import AnchorFacts
 from residua.diagnose.metrics.depth_weights import BlockFacts, ReaderFacts
 from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, NormFacts
 from residua.diagnose.metrics.experts import ExpertFacts
@@ -18,6 +17,7 @@ from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.metrics.states import Activation, StateFacts
 from residua.diagnose.metrics.streams import StreamFacts
 from residua.diagnose.metrics.sublayers import LayerFacts, SiteFacts
+from residua.diagnose.observe import AnchorFacts
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.sentences import summary
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from residua.diagnose import ModelDiagnosis
-from residua.diagnose.metrics.anchors import AnchorFacts, Anchors
+from residua.diagnose.metrics.anchors import Anchors
 from residua.diagnose.metrics.depth_weights import DepthWeights
 from residua.diagnose.metrics.dimensions import Norms
 from residua.diagnose.metrics.gates import EDGES, NormGates, WriteGates
@@ -21,6 +21,7 @@ from residua.diagnose.metrics.maps import AttentionLayerMaps, AttentionMaps, Lay
 from residua.diagnose.metrics.outputs import Outputs
 from residua.diagnose.metrics.streams import Streams
 from residua.diagnose.metrics.sublayers import Sublayers
+from residua.diagnose.observe import AnchorFacts
 from residua.model.decoder import Decoder
 from residua.report import Page
 from tests.diagnose import planted

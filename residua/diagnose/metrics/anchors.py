@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from statistics import median
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
-from residua.diagnose.observe import NEAR_ZERO, AnchorScales, Observation, Subject
+from residua.diagnose.observe import NEAR_ZERO, AnchorFacts, Observation, Subject
 from residua.diagnose.plots import LABELS, Part, Points, Topic, by_layer, label_step, tabs_each
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -23,24 +22,6 @@ COLUMNS = 256
 """A map has at most this many columns per pathway; with more channels, neighbours are averaged."""
 INSIDE = 0.02
 """The share of channels at either end of a ratio's range that the colour scale ignores."""
-
-
-class AnchorFacts(Frozen):
-    """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
-    1e-3. The factor applied is λγ. `gamma` holds the means of γ1 and γ2 over tokens (null for static mixing, γ = 1),
-    and the channels hold λ1·γ1 and λ2·γ2. `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these.
-    For gated values, λ1 is the mean of the gate over tokens, and `near_zero` is the share of tokens and heads in which
-    the gate is near zero."""
-
-    layer: int
-    pathway: str
-    anchor: list[float]
-    current: list[float]
-    near_zero: float
-    gamma: list[float] | None = None
-    ratio: float | None = None
-    anchor_channels: list[float] = Field(default_factory=list)
-    current_channels: list[float] = Field(default_factory=list)
 
 
 class AnchorKeys(Frozen):
@@ -70,7 +51,8 @@ class Anchors(Metric):
         gated = [_gated_scales(layer, mean.value()) for layer, mean in sorted(self.value_gates.items())]
         return AnchorKeys(anchors=[self._facts(scales) for scales in [*self.subject.anchor_scales(), *gated]])
 
-    def _facts(self, scales: AnchorScales) -> AnchorFacts:
+    def _facts(self, scales: AnchorFacts) -> AnchorFacts:
+        """The scales with γ, and with their ratio."""
         known = self.means.get((scales.layer, scales.pathway))
         gamma: list[float] | None = None if known is None else known.value().tolist()
         first, second = gamma or (1.0, 1.0)
@@ -78,7 +60,7 @@ class Anchors(Metric):
             "anchor_channels": [_short(first * x) for x in scales.anchor_channels],
             "current_channels": [_short(second * x) for x in scales.current_channels],
         }
-        facts = AnchorFacts(**asdict(scales) | channels, gamma=gamma)
+        facts = scales.model_copy(update=channels | {"gamma": gamma})
         ratios = [ratio for ratio in _ratios(facts) if ratio is not None]
         return facts.model_copy(update={"ratio": median(ratios) if ratios else None})
 
@@ -118,11 +100,14 @@ class Anchors(Metric):
         )
 
 
-def _gated_scales(layer: int, means: Tensor) -> AnchorScales:
+def _gated_scales(layer: int, means: Tensor) -> AnchorFacts:
     """Scales for a gate on added values: `means` [2, H] of the gate and of where it is near zero. The layer's own
     values have scale 1."""
     gate, ones = means[0].tolist(), [1.0] * means.shape[1]
-    return AnchorScales(layer, "v", gate, ones, float(means[1].mean()), gate, ones)
+    return AnchorFacts(
+        layer=layer, pathway="v", anchor=gate, current=ones, near_zero=float(means[1].mean()), anchor_channels=gate,
+        current_channels=ones,
+    )  # fmt: skip
 
 
 def _short(value: float) -> float:
