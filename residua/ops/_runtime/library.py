@@ -10,13 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from residua.ops._runtime.launch import device_guard
 
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
@@ -56,15 +58,20 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
 
     A launcher is a generator. It yields empty results of the right shapes, then fills them; if it must return other
     tensors, it yields those at the end. Tracing stops at the first yield, so a launcher is its own shape function. Its
-    annotations are the operator's schema. It is defined on a library, not by `custom_op`: a training step makes two
-    hundred calls, and the wrappers of `custom_op` would cost more than the kernels.
+    annotations are the operator's schema. Its kernels start on the GPU of its results. It is defined on a library, not
+    by `custom_op`: a training step makes two hundred calls, and the wrappers of `custom_op` would cost more than the
+    kernels.
     `ahead`: to compile its kernels, `precompile` may call it on a CPU with tensors whose memory is never touched; off
     if it also multiplies matrices. `mutates`: the arguments that it writes to.
     """
 
     def register(launch: Callable[..., Iterator[Any]]) -> Any:
         def run(*args: Any, **settings: Any) -> Any:
-            *_, results = launch(*args, **settings)
+            steps = launch(*args, **settings)
+            results = next(steps)
+            made = (results,) if isinstance(results, Tensor) else results
+            with device_guard(made[0]) if made else nullcontext():
+                *_, results = results, *steps
             return results
 
         def traced(*args: Any, **settings: Any) -> Any:
@@ -74,8 +81,7 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
 
         def launched(*args: Any, **settings: Any) -> Any:
             if _calls is None:
-                *_, results = launch(*args, **settings)
-                return results
+                return run(*args, **settings)
             _calls.append(Call(name, run, args, settings))
             return next(launch(*args, **settings))
 

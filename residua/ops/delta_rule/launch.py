@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_last, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import aligned, cdiv, dense_last, dense_like, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, shared_memory
 from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
@@ -145,19 +145,18 @@ def _launch_rule(
     q, k, v = (dense_last(x) for x in (q, k, v))
     g, plan, chunks = g.contiguous(), scan_plan(v), CHANNEL_CHUNKS if channels else CHUNKS
     overlap, totals, decayed = by_channel or (reads, rates, reads)
-    with device_guard(v):
-        kernels.chunk_kernel[(s.rows * s.chunks,)](
-            q, k, g, beta.contiguous(), g if begins is None else begins.contiguous(), inverse, reads, rates,
-            overlap, totals, decayed, *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None,
-            PRECISION=_precision(v), CHANNELS=channels, BLOCK=min(chunks.block, s.key_width), num_warps=chunks.warps,
-            num_stages=chunks.stages,
-        )  # fmt: skip
-        s, q, k, out = _scanned(s, q, k, by_channel)
-        kernels.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q, k, v, inverse, reads, rates, out, totals, last if state is None else state.contiguous(),
-            o, last, states, u, *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
-            STATE=state is not None, KEEP=keep, CHANNELS=channels, **plan.settings(s.value_width),
-        )  # fmt: skip
+    kernels.chunk_kernel[(s.rows * s.chunks,)](
+        q, k, g, beta.contiguous(), g if begins is None else begins.contiguous(), inverse, reads, rates,
+        overlap, totals, decayed, *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None,
+        PRECISION=_precision(v), CHANNELS=channels, BLOCK=min(chunks.block, s.key_width), num_warps=chunks.warps,
+        num_stages=chunks.stages,
+    )  # fmt: skip
+    s, q, k, out = _scanned(s, q, k, by_channel)
+    kernels.scan_kernel[plan.programs(s.rows, s.value_width)](
+        q, k, v, inverse, reads, rates, out, totals, last if state is None else state.contiguous(),
+        o, last, states, u, *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
+        STATE=state is not None, KEEP=keep, CHANNELS=channels, **plan.settings(s.value_width),
+    )  # fmt: skip
 
 
 @launcher("delta_rule_backward")
@@ -192,29 +191,28 @@ def _launch_backward(
     plan = scan_plan(v)
     overlap, totals, _ = by_channel or (reads, rates, reads)
     scanned, q_in, k_in, k_out = _scanned(s, q, k, by_channel)
-    with device_guard(v):
-        kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q_in, k_in, d_o, inverse, reads, rates, k_out, totals, rates if d_last is None else d_last.contiguous(),
-            dr, d_state, d_states, *scanned.arguments(q_in, k_in, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
-            LAST=d_last is not None, STATE=from_state, CHANNELS=channels, **plan.settings(s.value_width),
+    kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
+        q_in, k_in, d_o, inverse, reads, rates, k_out, totals, rates if d_last is None else d_last.contiguous(),
+        dr, d_state, d_states, *scanned.arguments(q_in, k_in, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
+        LAST=d_last is not None, STATE=from_state, CHANNELS=channels, **plan.settings(s.value_width),
+    )  # fmt: skip
+    if by_channel is None:
+        kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
+            q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients, *s.arguments(q, k, v, d_o),
+            K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
         )  # fmt: skip
-        if by_channel is None:
-            kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
-                q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients, *s.arguments(q, k, v, d_o),
-                K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
-            )  # fmt: skip
-            return
-        dq, dk, dv, dg, dbeta = gradients
-        pairs, diagonal = v.new_empty((s.rows * s.chunks, 2, CHUNK, CHUNK)), torch.empty_like(rates[0])
-        kernels_backward.channel_pairs_kernel[(s.rows * s.chunks,)](
-            v, d_o, rates, u, dr, overlap, dv, dbeta, pairs, diagonal, *s.arguments(v, d_o),
-            V=s.value_width, C=CHUNK,
-        )  # fmt: skip
-        kernels_backward.channel_gradient_kernel[(s.rows * s.chunks,)](
-            q, k, d_o, rates, states, u, d_states, dr, pairs, diagonal, totals, dq, dk, dg, dbeta,
-            *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
-            **CHANNEL_GRADIENTS.settings(s.key_width),
-        )  # fmt: skip
+        return
+    dq, dk, dv, dg, dbeta = gradients
+    pairs, diagonal = v.new_empty((s.rows * s.chunks, 2, CHUNK, CHUNK)), torch.empty_like(rates[0])
+    kernels_backward.channel_pairs_kernel[(s.rows * s.chunks,)](
+        v, d_o, rates, u, dr, overlap, dv, dbeta, pairs, diagonal, *s.arguments(v, d_o),
+        V=s.value_width, C=CHUNK,
+    )  # fmt: skip
+    kernels_backward.channel_gradient_kernel[(s.rows * s.chunks,)](
+        q, k, d_o, rates, states, u, d_states, dr, pairs, diagonal, totals, dq, dk, dg, dbeta,
+        *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
+        **CHANNEL_GRADIENTS.settings(s.key_width),
+    )  # fmt: skip
 
 
 def _precision(x: Tensor) -> str:
@@ -230,11 +228,10 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     q, k, v = (dense_last(x) for x in (q, k, v))
     (_, heads, value_width), (_, key_heads, key_width) = v.shape, k.shape
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-    with device_guard(v):
-        kernels.step_kernel[STEP.programs(v.shape[0] * heads, value_width)](
-            q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
-            K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
-        )  # fmt: skip
+    kernels.step_kernel[STEP.programs(v.shape[0] * heads, value_width)](
+        q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
+        K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
+    )  # fmt: skip
 
 
 @launcher("decayed_products")
@@ -243,10 +240,9 @@ def products(k: Tensor, q: Tensor, total: Tensor) -> Iterator[tuple[Tensor, Tens
     outputs = k.new_empty((*k.shape[:-1], CHUNK)), k.new_empty((*k.shape[:-1], CHUNK))
     yield outputs
     if k.numel():
-        with device_guard(k):
-            kernels_channels.forward_kernel[_products_grid(k)](
-                *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
-            )
+        kernels_channels.forward_kernel[_products_grid(k)](
+            *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
+        )
 
 
 @launcher("decayed_products_backward")
@@ -257,11 +253,10 @@ def products_backward(
     outputs = k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
     yield outputs
     if k.numel():
-        with device_guard(k):
-            inputs = (aligned(x) for x in (d_keys, d_queries, k, q, total))
-            kernels_channels.backward_kernel[_products_grid(k)](
-                *inputs, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
-            )
+        inputs = (aligned(x) for x in (d_keys, d_queries, k, q, total))
+        kernels_channels.backward_kernel[_products_grid(k)](
+            *inputs, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
+        )
 
 
 def _products_grid(k: Tensor) -> tuple[int]:

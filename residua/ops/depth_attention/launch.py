@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, device_guard, extent, next_power_of_2
+from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, extent, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED
 from residua.ops.depth_attention.plan import MAX_FUSED_READERS
@@ -90,11 +90,10 @@ def _launch_scores(
         return
     y = aligned(y)
     tile = scores_tile(width, len(z), u, tokens)
-    with device_guard(y):
-        _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-            y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
-            tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
-        )  # fmt: skip
+    _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+        y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
+        tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
+    )  # fmt: skip
 
 
 @launcher("depth_mix")
@@ -108,11 +107,10 @@ def depth_mix(
     if tokens:
         tile = mix_tile(width)
         sources = [aligned(v) for v in sources]
-        with device_guard(h):
-            _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
-                addresses(sources, [*map(row_address, scores, rows)]), h, lse,
-                tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
-            )  # fmt: skip
+        _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+            addresses(sources, [*map(row_address, scores, rows)]), h, lse,
+            tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
+        )  # fmt: skip
 
 
 @launcher("depth_mix_group")
@@ -128,13 +126,12 @@ def depth_mix_group(
         sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
         first = [*map(row_address, scores, rows)]
         table = addresses(sources, [*(o.data_ptr() for o in h), *first])
-        with device_guard(lse):
-            _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
-                table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
-            )
-            _kernels().forward.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
-                table, weights, h[0], tokens, count, length, READERS=readers, **tile
-            )
+        _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
+            table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
+        )
+        _kernels().forward.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+            table, weights, h[0], tokens, count, length, READERS=readers, **tile
+        )
 
 
 @launcher("depth_sum_read")
@@ -150,11 +147,10 @@ def depth_sum_read(
     if tokens:
         tile = row_tile(width)
         sources = [aligned(s) for s in sources]
-        with device_guard(v):
-            _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-                addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
-                v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
-            )  # fmt: skip
+        _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+            addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
+            v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
+        )  # fmt: skip
 
 
 @launcher("depth_stats")
@@ -165,10 +161,9 @@ def depth_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Iterator[Tensor]:
     width, tokens = extent(h)
     if tokens:
         tile = row_tile(width)
-        with device_guard(h):
-            _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-                aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
-            )
+        _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+            aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
+        )
 
 
 @launcher("depth_source_gradient")
@@ -187,10 +182,9 @@ def depth_source_gradient(
         return
     v, onward = aligned(v), None if onward is None else aligned(onward)
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
-    with device_guard(v):
-        how = _few_readers_gradient if len(dh) <= MAX_FUSED_READERS else _many_readers_gradient
-        du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
-        _add_parts(du_parts, du, new_du, first)
+    how = _few_readers_gradient if len(dh) <= MAX_FUSED_READERS else _many_readers_gradient
+    du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
+    _add_parts(du_parts, du, new_du, first)
 
 
 def _few_readers_gradient(
@@ -245,22 +239,21 @@ def depth_block_gradient(
     weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
     pointers = [t.data_ptr() for t in (*stats, *values, *dv)]
     few = cdiv(tokens, NUMBERS["TOKENS"])
-    with device_guard(u):
-        table = addresses(
-            dh, [*pointers, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
-        )
-        run = _kernels().block
-        run.block_weights_kernel[(few,)](
-            table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS
-        )
-        run.block_backward_kernel[(cdiv(tokens, tile["TOKENS"]), parts)](
-            table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
-        )
-        run.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
-            table, weights, dots, slopes, pull, tokens, count, length,
-            C=width, PARTS=parts, SOURCES=size, PADDED=next_power_of_2(size), **SLOPES,
-        )  # fmt: skip
-        _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
+    table = addresses(
+        dh, [*pointers, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
+    )
+    run = _kernels().block
+    run.block_weights_kernel[(few,)](
+        table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS
+    )
+    run.block_backward_kernel[(cdiv(tokens, tile["TOKENS"]), parts)](
+        table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
+    )
+    run.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
+        table, weights, dots, slopes, pull, tokens, count, length,
+        C=width, PARTS=parts, SOURCES=size, PADDED=next_power_of_2(size), **SLOPES,
+    )  # fmt: skip
+    _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
 
 
 def _numbers(each: int) -> int:
@@ -301,11 +294,10 @@ def depth_attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> Iterator[t
     if tokens:
         sources = [aligned(v) for v in sources]
         tile = row_tile(width)
-        with device_guard(h):
-            _kernels().forward.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-                addresses(sources, ()), aligned(u), h, lse, scores, rstd,
-                tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
-            )  # fmt: skip
+        _kernels().forward.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+            addresses(sources, ()), aligned(u), h, lse, scores, rstd,
+            tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
+        )  # fmt: skip
 
 
 @launcher("depth_attend_backward")
@@ -323,9 +315,8 @@ def depth_attend_backward(
     tile = row_tile(width)
     parts, tiles = shares(h, cdiv(tokens, tile["TOKENS"]), per_core=16)
     du_parts = u.new_empty(parts, width)
-    with device_guard(h):
-        _kernels().backward.attend_backward_kernel[(parts,)](
-            addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
-            tokens, len(sources), pitch(tokens), tiles, **tile,
-        )  # fmt: skip
+    _kernels().backward.attend_backward_kernel[(parts,)](
+        addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
+        tokens, len(sources), pitch(tokens), tiles, **tile,
+    )  # fmt: skip
     torch.sum(du_parts, 0, out=du)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import triton_support
-from residua.ops._runtime.launch import aligned, cdiv, device_guard, either, next_power_of_2
+from residua.ops._runtime.launch import aligned, cdiv, either, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import opaque
@@ -102,10 +102,9 @@ def expert_tiles(x: Tensor, ends: Tensor, slots: int) -> Iterator[Tensor]:
     rows, experts, block = plans(x.dtype, slots, len(ends)).up.rows, len(ends), 64
     table = ends.new_empty((slots // rows + min(slots, experts), 3))
     yield table
-    with device_guard(x):
-        kernels.tiles_kernel[(cdiv(len(table), block),)](
-            ends, table, len(table), E=experts, WIDE=next_power_of_2(experts), ROWS=rows, BLOCK=block, num_warps=4
-        )
+    kernels.tiles_kernel[(cdiv(len(table), block),)](
+        ends, table, len(table), E=experts, WIDE=next_power_of_2(experts), ROWS=rows, BLOCK=block, num_warps=4
+    )
 
 
 @launcher("expert_up")
@@ -123,12 +122,11 @@ def expert_up(
     yield a, z
     chosen = plans(x.dtype, len(a), len(weight))
     plan = chosen.gated if gated else chosen.product(a.shape[1])
-    with device_guard(x):
-        kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(x), aligned(weight), either(order, tiles), tiles, either(weights, x), z, a,
-            K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
-            WEIGHTED=weights is not None, KEPT=keep, **plan.sizes(),
-        )  # fmt: skip
+    kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
+        aligned(x), aligned(weight), either(order, tiles), tiles, either(weights, x), z, a,
+        K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
+        WEIGHTED=weights is not None, KEPT=keep, **plan.sizes(),
+    )  # fmt: skip
 
 
 @launcher("expert_product")
@@ -137,11 +135,10 @@ def expert_product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tenso
     y = x.new_empty((len(x), weight.shape[2 if turned else 1]))
     yield y
     plan = plans(x.dtype, len(x), len(weight)).product(y.shape[1])
-    with device_guard(x):
-        kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
-            aligned(x), aligned(weight), either(order, tiles), tiles, y, K=x.shape[1],
-            N=y.shape[1], TURNED=turned, SCATTERED=order is not None, **plan.sizes(),
-        )  # fmt: skip
+    kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
+        aligned(x), aligned(weight), either(order, tiles), tiles, y, K=x.shape[1],
+        N=y.shape[1], TURNED=turned, SCATTERED=order is not None, **plan.sizes(),
+    )  # fmt: skip
 
 
 @launcher("expert_slope")
@@ -158,13 +155,12 @@ def expert_slope(
     columns = cdiv(hidden, plan.columns)
     dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
     yield g_z, a, dots
-    with device_guard(g):
-        kernels.slope_kernel[(len(tiles) * columns,)](
-            aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), saved, g_z, a,
-            dots, len(saved), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
-            GATHERED=order is not None, WEIGHTED=weights is not None,
-            PARTS=max(1, plan.columns // (GATED_PART if activation in GATED else PART)), **plan.sizes(),
-        )  # fmt: skip
+    kernels.slope_kernel[(len(tiles) * columns,)](
+        aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), saved, g_z, a,
+        dots, len(saved), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
+        GATHERED=order is not None, WEIGHTED=weights is not None,
+        PARTS=max(1, plan.columns // (GATED_PART if activation in GATED else PART)), **plan.sizes(),
+    )  # fmt: skip
 
 
 @launcher("expert_weight_gradients")
@@ -177,12 +173,11 @@ def expert_weight_gradients(
     yield g_out, g_up
     plan = plans(x.dtype, len(a), len(ends)).weight
     tiles = cdiv(width, plan.rows) * cdiv(hidden, plan.columns) + cdiv(wide, plan.rows) * cdiv(width, plan.columns)
-    with device_guard(x):
-        kernels.weight_kernel[(len(ends) * tiles,)](
-            aligned(g), aligned(a), aligned(g_z), aligned(x), either(order, ends), ends, g_out, g_up, C=width, H=hidden,
-            R=wide, CHOICES=choices, GATHERED=order is not None,
-            SHORT=len(a) * max(width, hidden, wide) < 2**31, **plan.sizes(),
-        )  # fmt: skip
+    kernels.weight_kernel[(len(ends) * tiles,)](
+        aligned(g), aligned(a), aligned(g_z), aligned(x), either(order, ends), ends, g_out, g_up, C=width, H=hidden,
+        R=wide, CHOICES=choices, GATHERED=order is not None,
+        SHORT=len(a) * max(width, hidden, wide) < 2**31, **plan.sizes(),
+    )  # fmt: skip
 
 
 def expert_ffn(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import opaque
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
@@ -56,21 +56,20 @@ def forward(
     counts, before = ends.new_empty((2, blocks, experts))
     totals, sums, squares = torch.empty_like(ends), z.new_empty((blocks, experts)), z.new_empty(blocks)
     warps = 8 if wide > 64 else 4
-    with device_guard(x):
-        kernels.route_kernel[(blocks,)](
-            aligned(x), weight.contiguous(), weight if bias is None else bias, logits, weights, chosen, counts, sums,
-            squares, tokens, float(scale), C=width, E=experts, WIDE=wide, CHOICES=top_k, SIGMOID=sigmoid,
-            BIASED=bias is not None, NORMALIZED=normalize, TOKENS=block, DEPTH=64 if x.dtype is torch.bfloat16 else 16,
-            num_warps=warps, num_stages=3,
-        )  # fmt: skip
-        kernels.scan_kernel[(cdiv(experts, 16),)](
-            counts, sums, squares, before, totals, load, probability, z, blocks, tokens, E=experts, CHOICES=top_k,
-            EXPERTS=16, BLOCK=128, num_warps=4,
-        )  # fmt: skip
-        kernels.place_kernel[(blocks,)](
-            chosen, before, totals, order, ends, tokens, E=experts, WIDE=next_power_of_2(experts), CHOICES=top_k,
-            TOKENS=block, num_warps=warps,
-        )  # fmt: skip
+    kernels.route_kernel[(blocks,)](
+        aligned(x), weight.contiguous(), weight if bias is None else bias, logits, weights, chosen, counts, sums,
+        squares, tokens, float(scale), C=width, E=experts, WIDE=wide, CHOICES=top_k, SIGMOID=sigmoid,
+        BIASED=bias is not None, NORMALIZED=normalize, TOKENS=block, DEPTH=64 if x.dtype is torch.bfloat16 else 16,
+        num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    kernels.scan_kernel[(cdiv(experts, 16),)](
+        counts, sums, squares, before, totals, load, probability, z, blocks, tokens, E=experts, CHOICES=top_k,
+        EXPERTS=16, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    kernels.place_kernel[(blocks,)](
+        chosen, before, totals, order, ends, tokens, E=experts, WIDE=next_power_of_2(experts), CHOICES=top_k,
+        TOKENS=block, num_warps=warps,
+    )  # fmt: skip
 
 
 @launcher("expert_routing_backward")
@@ -89,17 +88,16 @@ def backward(
     share = block * cdiv(cdiv(tokens, block), max(1, 2 * multiprocessors(x) // tiles))
     shares = cdiv(tokens, share)
     partial = logits.new_empty((shares, experts * width))
-    with device_guard(x):
-        kernels.backward_kernel[(shares, tiles)](
-            g_weights.contiguous(), g_probability.contiguous(), g_z, aligned(x), weight.contiguous(), logits, chosen,
-            g_x, partial, tokens, share, float(scale), C=width, E=experts, WIDE=wide, CHOICES=chosen.shape[1],
-            SIGMOID=sigmoid, NORMALIZED=normalize, TOKENS=block, COLUMNS=columns, num_warps=8 if wide > 64 else 4,
-            num_stages=2,
-        )  # fmt: skip
-        total = g_weight if g_weight.dtype is torch.float32 else logits.new_empty(g_weight.shape)
-        sum_rows(partial, total.view(-1))
-        if total is not g_weight:
-            g_weight.copy_(total)
+    kernels.backward_kernel[(shares, tiles)](
+        g_weights.contiguous(), g_probability.contiguous(), g_z, aligned(x), weight.contiguous(), logits, chosen,
+        g_x, partial, tokens, share, float(scale), C=width, E=experts, WIDE=wide, CHOICES=chosen.shape[1],
+        SIGMOID=sigmoid, NORMALIZED=normalize, TOKENS=block, COLUMNS=columns, num_warps=8 if wide > 64 else 4,
+        num_stages=2,
+    )  # fmt: skip
+    total = g_weight if g_weight.dtype is torch.float32 else logits.new_empty(g_weight.shape)
+    sum_rows(partial, total.view(-1))
+    if total is not g_weight:
+        g_weight.copy_(total)
 
 
 def route(

@@ -116,11 +116,10 @@ def _launch(
     kind: str, scale: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, codes: Tensor, bits: Tensor
 ) -> None:
     block, warps, _ = TILINGS[kind]
-    with device_guard(x):
-        kernels.values_kernel[(len(bits),)](
-            x.contiguous(), either(a, x).contiguous(), scale, either(y, x), codes, bits, x.numel(),
-            KIND=kind, GRADIENT=codes.dtype is E5M2, STEPWISE=INTERPRETED, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+    kernels.values_kernel[(len(bits),)](
+        x.contiguous(), either(a, x).contiguous(), scale, either(y, x), codes, bits, x.numel(),
+        KIND=kind, GRADIENT=codes.dtype is E5M2, STEPWISE=INTERPRETED, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 def _largest(bits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, device_guard, sum_rows
+from residua.ops._runtime.launch import cdiv, sum_rows
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.gated_output import kernels
@@ -40,11 +40,10 @@ def launch_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, 
     o, z = _dense(o), _dense(z)
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = FORWARD.rows(width)
-    with device_guard(o):
-        kernels.forward_kernel[(cdiv(rows, tile),)](
-            o, z, weight.contiguous(), y, rows, *o.shape[1:3], *o.stride()[:2], *z.stride()[:2], eps,
-            D=width, ROWS=tile, SILU=gate == "silu", num_warps=FORWARD.warps,
-        )  # fmt: skip
+    kernels.forward_kernel[(cdiv(rows, tile),)](
+        o, z, weight.contiguous(), y, rows, *o.shape[1:3], *o.stride()[:2], *z.stride()[:2], eps,
+        D=width, ROWS=tile, SILU=gate == "silu", num_warps=FORWARD.warps,
+    )  # fmt: skip
 
 
 @launcher("gated_output_backward")
@@ -68,13 +67,12 @@ def launch_backward(
     tiles = cdiv(rows, tile)
     programs = min(tiles, BACKWARD.programs * multiprocessors(o))
     partial = d_weight.new_empty((programs, width))
-    with device_guard(o):
-        kernels.backward_kernel[(programs,)](
-            dy, o, z, weight.contiguous(), d_o, d_z, partial, rows, o.shape[1], tiles, o.shape[2],
-            *dy.stride()[:2], *o.stride()[:2], *z.stride()[:2], *d_z.stride()[:2], eps,
-            D=width, ROWS=tile, SILU=gate == "silu", num_warps=BACKWARD.warps,
-        )  # fmt: skip
-        sum_rows(partial, d_weight)
+    kernels.backward_kernel[(programs,)](
+        dy, o, z, weight.contiguous(), d_o, d_z, partial, rows, o.shape[1], tiles, o.shape[2],
+        *dy.stride()[:2], *o.stride()[:2], *z.stride()[:2], *d_z.stride()[:2], eps,
+        D=width, ROWS=tile, SILU=gate == "silu", num_warps=BACKWARD.warps,
+    )  # fmt: skip
+    sum_rows(partial, d_weight)
 
 
 def _dense(x: Tensor) -> Tensor:

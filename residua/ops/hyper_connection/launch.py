@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, device_guard, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import cdiv, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weights
@@ -77,17 +77,16 @@ def step(
     sizes = _numbers_of(streams, parts[0], norm)
     columns = sizes["Z"] + {"all": 1, "each": n, "none": 0}[norm]
     sums = logits.new_empty((tokens, columns))
-    with device_guard(streams):
-        kernels.write_kernel[(cdiv(tokens, write.tokens),)](
-            streams, update, post, mix, bias, parts, after, hidden, weights, sums, rstd,
-            tokens, post.stride(0), mix.stride(0), eps,
-            SUMS=columns, PARTS=len(parts), GIVEN=False, **sizes, **write.settings(),
+    kernels.write_kernel[(cdiv(tokens, write.tokens),)](
+        streams, update, post, mix, bias, parts, after, hidden, weights, sums, rstd,
+        tokens, post.stride(0), mix.stride(0), eps,
+        SUMS=columns, PARTS=len(parts), GIVEN=False, **sizes, **write.settings(),
+    )  # fmt: skip
+    if norm != "none":
+        kernels.read_kernel[(cdiv(tokens, read.tokens),)](
+            after, sums, scale, bias, gain, hidden, logits, rstd, weights, None if gain is None else stats,
+            tokens, eps, norm_eps, SUMS=columns, NORMED=gain is not None, **sizes, **read.settings(),
         )  # fmt: skip
-        if norm != "none":
-            kernels.read_kernel[(cdiv(tokens, read.tokens),)](
-                after, sums, scale, bias, gain, hidden, logits, rstd, weights, None if gain is None else stats,
-                tokens, eps, norm_eps, SUMS=columns, NORMED=gain is not None, **sizes, **read.settings(),
-            )  # fmt: skip
 
 
 def _empty_step(streams: Tensor, update: Tensor, phi: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,23 +113,22 @@ def step_backward(
     pull, partial = None, None
     if gain is not None:
         pull, partial = g_pre.new_empty(tokens), g_gain.new_empty((cdiv(tokens, spread.tokens), len(gain)))
-    with device_guard(streams):
-        if tokens and norm != "none":
-            kernels_backward.sums_kernel[(cdiv(tokens, sums.tokens),)](
-                g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
-                gain, logits, rstd, weights, hidden_stats, g_pre, g_z, shrink, pull, tokens, *strides,
-                HAS_LOGITS=g_logits is not None, NORMED=normed, **sizes, **sums.settings(),
-            )  # fmt: skip
-        if tokens:
-            kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
-                g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post,
-                mix, weights, phi, gain, hidden_stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
-                partial, None, None, None, tokens, *strides, LANES=spread.lanes(streams.element_size()),
-                AHEAD=spread.ahead, HAS_AFTER=g_after is not None, NORMED=normed, GIVEN=False, HAS_LOGITS=False,
-                **sizes, **spread.settings(),
-            )  # fmt: skip
-        if partial is not None:
-            sum_rows(partial, g_gain)
+    if tokens and norm != "none":
+        kernels_backward.sums_kernel[(cdiv(tokens, sums.tokens),)](
+            g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
+            gain, logits, rstd, weights, hidden_stats, g_pre, g_z, shrink, pull, tokens, *strides,
+            HAS_LOGITS=g_logits is not None, NORMED=normed, **sizes, **sums.settings(),
+        )  # fmt: skip
+    if tokens:
+        kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
+            g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post,
+            mix, weights, phi, gain, hidden_stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
+            partial, None, None, None, tokens, *strides, LANES=spread.lanes(streams.element_size()),
+            AHEAD=spread.ahead, HAS_AFTER=g_after is not None, NORMED=normed, GIVEN=False, HAS_LOGITS=False,
+            **sizes, **spread.settings(),
+        )  # fmt: skip
+    if partial is not None:
+        sum_rows(partial, g_gain)
 
 
 def _empty_gradients(streams: Tensor, update: Tensor, logits: Tensor) -> Gradients:
@@ -149,13 +147,12 @@ def single_pass_step(
     tokens, tile = len(streams), _tile("write", streams)
     post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
     sizes = _numbers_of(streams, parts[0], "each")
-    with device_guard(streams):
-        if tokens:
-            kernels.write_kernel[(cdiv(tokens, tile.tokens),)](
-                streams, update, post, mix, None, parts, after, hidden, pre.contiguous(), logits, rstd,
-                tokens, post.stride(0), mix.stride(0), eps,
-                SUMS=sizes["Z"], PARTS=len(parts), GIVEN=True, **sizes, **tile.settings(),
-            )  # fmt: skip
+    if tokens:
+        kernels.write_kernel[(cdiv(tokens, tile.tokens),)](
+            streams, update, post, mix, None, parts, after, hidden, pre.contiguous(), logits, rstd,
+            tokens, post.stride(0), mix.stride(0), eps,
+            SUMS=sizes["Z"], PARTS=len(parts), GIVEN=True, **sizes, **tile.settings(),
+        )  # fmt: skip
 
 
 @launcher("single_pass_backward")
@@ -169,16 +166,15 @@ def single_pass_backward(
     g_streams, g_update, g_post, g_mix, g_pre, g_z = outputs
     tokens, tile = len(streams), _tile("spread", streams)
     g_hidden, post, mix, phi = g_hidden.contiguous(), _dense(post), _dense(mix), phi.to(streams.dtype)
-    with device_guard(streams):
-        if tokens:
-            kernels_backward.spread_kernel[(cdiv(tokens, tile.tokens),)](
-                g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, None, streams, update, post, mix,
-                pre.contiguous(), phi, None, None, None, g_streams, g_update, g_post, g_mix, g_pre, None,
-                None if g_logits is None else g_logits.contiguous(), logits, rstd,
-                tokens, post.stride(0), mix.stride(0), LANES=tile.lanes(streams.element_size()), AHEAD=tile.ahead,
-                HAS_AFTER=g_after is not None, NORMED=False, GIVEN=True, HAS_LOGITS=g_logits is not None,
-                **_numbers_of(streams, phi, "each"), **tile.settings(),
-            )  # fmt: skip
+    if tokens:
+        kernels_backward.spread_kernel[(cdiv(tokens, tile.tokens),)](
+            g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, None, streams, update, post, mix,
+            pre.contiguous(), phi, None, None, None, g_streams, g_update, g_post, g_mix, g_pre, None,
+            None if g_logits is None else g_logits.contiguous(), logits, rstd,
+            tokens, post.stride(0), mix.stride(0), LANES=tile.lanes(streams.element_size()), AHEAD=tile.ahead,
+            HAS_AFTER=g_after is not None, NORMED=False, GIVEN=True, HAS_LOGITS=g_logits is not None,
+            **_numbers_of(streams, phi, "each"), **tile.settings(),
+        )  # fmt: skip
 
 
 @launcher("hyper_phi_gradient")
@@ -191,13 +187,12 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Iterator[Tensor]:
     parts = max(1, PHI_PROGRAMS * multiprocessors(normed) // columns)
     each = cdiv(cdiv(rows, parts), tile.tokens) * tile.tokens
     partial = total.new_empty((cdiv(rows, each) if rows else 0, total.numel()))
-    with device_guard(normed):
-        if rows:
-            kernels_backward.phi_kernel[(columns, len(partial))](
-                g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, next_power_of_2(size)),
-                ROWS=tile.tokens, BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        sum_rows(partial, total.view(-1))
+    if rows:
+        kernels_backward.phi_kernel[(columns, len(partial))](
+            g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, next_power_of_2(size)),
+            ROWS=tile.tokens, BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    sum_rows(partial, total.view(-1))
 
 
 @launcher("manifold_weights")
@@ -210,10 +205,9 @@ def write_weights(
     yield post, mix
     tokens = logits.shape[:-1].numel()
     if tokens:
-        with device_guard(logits):
-            kernels_weights.forward_kernel[(cdiv(tokens, WEIGHTS_TOKENS),)](
-                logits, scale, bias, post, mix, tokens, iterations, **_weights_sizes(streams)
-            )
+        kernels_weights.forward_kernel[(cdiv(tokens, WEIGHTS_TOKENS),)](
+            logits, scale, bias, post, mix, tokens, iterations, **_weights_sizes(streams)
+        )
 
 
 @launcher("manifold_weights_backward")
@@ -228,14 +222,13 @@ def weights_backward(
     programs = cdiv(tokens, WEIGHTS_TOKENS)
     partial = total.new_empty((programs, len(total)))
     scratch = total.new_empty((iterations - 1, 2 * streams * tokens))
-    with device_guard(logits):
-        if tokens:
-            kernels_weights.backward_kernel[(programs,)](
-                logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
-                logits, scale, bias, g_logits, partial, scratch, tokens, iterations,
-                HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_weights_sizes(streams),
-            )  # fmt: skip
-        sum_rows(partial, total)
+    if tokens:
+        kernels_weights.backward_kernel[(programs,)](
+            logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
+            logits, scale, bias, g_logits, partial, scratch, tokens, iterations,
+            HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_weights_sizes(streams),
+        )  # fmt: skip
+    sum_rows(partial, total)
 
 
 def _weights_sizes(n: int) -> dict[str, int]:

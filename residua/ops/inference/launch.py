@@ -18,7 +18,6 @@ from residua.ops._runtime.launch import (
     cdiv,
     dense_last,
     dense_like,
-    device_guard,
     either,
     extent,
     next_power_of_2,
@@ -60,10 +59,9 @@ def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> Iterator[t
     normed, h = dense_like(y), dense_like(y)
     yield normed, h
     if len(y):
-        with device_guard(y):
-            kernels_junctions.add_norm_kernel[(len(y),)](
-                base.contiguous(), y.contiguous(), weight, normed, h, eps, **_row_settings(y.shape[-1], least=8)
-            )
+        kernels_junctions.add_norm_kernel[(len(y),)](
+            base.contiguous(), y.contiguous(), weight, normed, h, eps, **_row_settings(y.shape[-1], least=8)
+        )
 
 
 def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -94,11 +92,10 @@ def read_sources(
         most, tile = _sources_tile(len(sources))
         y = y.contiguous()
         padded = (*(s.contiguous() for s in sources), *[y] * (max(most, tile) - len(sources)))
-        with device_guard(y):
-            kernels_junctions.read_sources_kernel[(rows, len(queries))](
-                padded, either(base, y).contiguous(), y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
-                ADD=base is not None, MOST=most, TILE=tile, ALIGNED=_aligned(padded), **_row_settings(width),
-            )  # fmt: skip
+        kernels_junctions.read_sources_kernel[(rows, len(queries))](
+            padded, either(base, y).contiguous(), y, queries, weight, *outputs, rows, len(sources), eps, KEY_EPS,
+            ADD=base is not None, MOST=most, TILE=tile, ALIGNED=_aligned(padded), **_row_settings(width),
+        )  # fmt: skip
 
 
 @launcher("read_partial")
@@ -108,11 +105,10 @@ def read_partial(
     normed, p = dense_like(y), dense_like(y)
     yield normed, p
     if len(y):
-        with device_guard(y):
-            kernels_junctions.read_partial_kernel[(len(y),)](
-                *(t.contiguous() for t in (*finished, either(base, y), y)), query, weight, normed, p, eps, KEY_EPS,
-                ADD=base is not None, **_row_settings(y.shape[-1], least=8),
-            )  # fmt: skip
+        kernels_junctions.read_partial_kernel[(len(y),)](
+            *(t.contiguous() for t in (*finished, either(base, y), y)), query, weight, normed, p, eps, KEY_EPS,
+            ADD=base is not None, **_row_settings(y.shape[-1], least=8),
+        )  # fmt: skip
 
 
 def source_scores(y: Tensor, base: Tensor | None, queries: Queries, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -141,12 +137,11 @@ def _read_norm(
     width, tokens = extent(y)
     if tokens:
         tile, others, y = _read_tile(width), [aligned(s) for s in others], aligned(y)
-        with device_guard(y):
-            kernels_junctions.read_norm_kernel[(cdiv(tokens, tile["TOKENS"]),)](
-                addresses(others, [*map(row_address, scores, rows)]), y if base is None else aligned(base), y,
-                aligned(query), weight, v, normed, tokens, len(others), eps, KEY_EPS,
-                LANES=8, UNROLL=UNROLL, ADD=base is not None, **tile,
-            )  # fmt: skip
+        kernels_junctions.read_norm_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+            addresses(others, [*map(row_address, scores, rows)]), y if base is None else aligned(base), y,
+            aligned(query), weight, v, normed, tokens, len(others), eps, KEY_EPS,
+            LANES=8, UNROLL=UNROLL, ADD=base is not None, **tile,
+        )  # fmt: skip
 
 
 def _read_tile(width: int) -> dict[str, Any]:
@@ -175,11 +170,10 @@ def _gate_rows(
     if rows:
         y, dense = y.contiguous(), [s.contiguous() for s in streams]
         tile = (*dense, *[dense[0]] * (max(2, next_power_of_2(n)) - n))
-        with device_guard(y):
-            kernels_junctions.gate_norm_kernel[(rows,)](
-                tile, y, gate_query, gate_bias, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
-                N=n, ROWS=len(tile), COMPETITIVE=competitive, ALIGNED=_aligned((*tile, y)), **_row_settings(width),
-            )  # fmt: skip
+        kernels_junctions.gate_norm_kernel[(rows,)](
+            tile, y, gate_query, gate_bias, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
+            N=n, ROWS=len(tile), COMPETITIVE=competitive, ALIGNED=_aligned((*tile, y)), **_row_settings(width),
+        )  # fmt: skip
 
 
 def _gate_tiles(
@@ -193,13 +187,12 @@ def _gate_tiles(
     yield normed, result
     if tokens:
         tile = forward_plan(n, width, y.element_size()).settings(n, width)
-        with device_guard(y):
-            kernels_junctions.gate_norm_tiles_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), tuple(aligned(f) for f in updates), tuple(betas), aligned(y),
-                gate_query, gate_bias, pool_query, weight, normed, result.unbind() if store else (),
-                y if store else result, eps, KEY_EPS, 1 / width, width**-0.5,
-                COMPETITIVE=competitive, STORE=store, **tile,
-            )  # fmt: skip
+        kernels_junctions.gate_norm_tiles_kernel[(tokens,)](
+            tuple(aligned(s) for s in streams), tuple(aligned(f) for f in updates), tuple(betas), aligned(y),
+            gate_query, gate_bias, pool_query, weight, normed, result.unbind() if store else (),
+            y if store else result, eps, KEY_EPS, 1 / width, width**-0.5,
+            COMPETITIVE=competitive, STORE=store, **tile,
+        )  # fmt: skip
 
 
 # two names for one operator: its kernels take longest to compile, and operators compile in parallel
@@ -247,8 +240,7 @@ def _turn_heads(
     q, k = (projected.new_empty(*projected.shape[:2], count, 2 * cos.shape[-1]) for count in (heads, kv_heads))
     yield q, k
     if q.numel():
-        with device_guard(q):
-            _launch_heads(dense_last(projected), gains, cos.contiguous(), sin.contiguous(), eps, q, k, None)
+        _launch_heads(dense_last(projected), gains, cos.contiguous(), sin.contiguous(), eps, q, k, None)
 
 
 def turn_heads(
@@ -268,17 +260,16 @@ def _enter_cache(
     if not q.numel():
         return
     projected, cos, sin = dense_last(projected), cos.contiguous(), sin.contiguous()
-    with device_guard(keys):
-        if positions is None:
-            _launch_heads(projected, gains, cos, sin, eps, q, keys, values, mixing)
-            return
-        anchor, anchor_scale, scale = mixing or (projected, cos, cos)
-        kernels_sublayers.enter_cache_kernel[(len(q), heads + kv_heads)](
-            projected, *(gains or (projected, projected)), cos, sin, keys, values, anchor, anchor_scale, scale,
-            positions, q, projected.stride(0), *keys.stride()[:3], anchor.stride(0), *scale.stride(), eps,
-            HEADS=heads, KV=kv_heads, HALF=width // 2, LANES=next_power_of_2(width // 2),
-            NORM=bool(gains), MIXED=bool(mixing), num_warps=1,
-        )  # fmt: skip
+    if positions is None:
+        _launch_heads(projected, gains, cos, sin, eps, q, keys, values, mixing)
+        return
+    anchor, anchor_scale, scale = mixing or (projected, cos, cos)
+    kernels_sublayers.enter_cache_kernel[(len(q), heads + kv_heads)](
+        projected, *(gains or (projected, projected)), cos, sin, keys, values, anchor, anchor_scale, scale,
+        positions, q, projected.stride(0), *keys.stride()[:3], anchor.stride(0), *scale.stride(), eps,
+        HEADS=heads, KV=kv_heads, HALF=width // 2, LANES=next_power_of_2(width // 2),
+        NORM=bool(gains), MIXED=bool(mixing), num_warps=1,
+    )  # fmt: skip
 
 
 def enter_cache(
@@ -303,12 +294,11 @@ def decode_attention(
     splits, lanes = _splits(keys, batch * heads), next_power_of_2(width)
     part = q.new_empty(batch * heads * splits, width, dtype=torch.float32)
     lse = q.new_empty(batch * heads * splits, dtype=torch.float32)
-    with device_guard(q):
-        kernels_sublayers.decode_attention_kernel[(batch * heads, splits)](
-            q, keys, values, until, either(sink, q), out, part, lse, _counters(keys, batch * heads),
-            width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
-            LANES=lanes, SLOTS=max(16, 4096 // lanes), SPLITS=splits, SINK=sink is not None,
-        )  # fmt: skip
+    kernels_sublayers.decode_attention_kernel[(batch * heads, splits)](
+        q, keys, values, until, either(sink, q), out, part, lse, _counters(keys, batch * heads),
+        width**-0.5, q.stride(0), *keys.stride()[:3], HEADS=heads, GROUPS=heads // keys.shape[2], D=width,
+        LANES=lanes, SLOTS=max(16, 4096 // lanes), SPLITS=splits, SINK=sink is not None,
+    )  # fmt: skip
 
 
 _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
@@ -347,5 +337,4 @@ def activate(x: Tensor, kind: str) -> Iterator[Tensor]:
     yield out
     if rows:
         settings = {"HIDDEN": hidden, "STEP": STEP, "KIND": kind}
-        with device_guard(x):
-            kernels_sublayers.activate_kernel[(rows, cdiv(hidden, STEP))](x.contiguous(), out, **settings)
+        kernels_sublayers.activate_kernel[(rows, cdiv(hidden, STEP))](x.contiguous(), out, **settings)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.mix_projection import kernels
@@ -193,11 +193,10 @@ def _forward(inputs: Inputs, s: Section, o: Tensor | None, y: Tensor, eps: float
     arguments = inputs.arguments(s, FORWARD)
     chunks = _chunks([(s, arguments)], y, FORWARD)
     if chunks:
-        with device_guard(y):
-            kernels.forward_kernel[(chunks * s.heads,)](
-                **arguments, **inputs.unfolded(s), **_heads("o", y if o is None else o), y_ptr=y, eps=eps,
-                FOLDED=inputs.folded, GATED=o is not None,
-            )  # fmt: skip
+        kernels.forward_kernel[(chunks * s.heads,)](
+            **arguments, **inputs.unfolded(s), **_heads("o", y if o is None else o), y_ptr=y, eps=eps,
+            FOLDED=inputs.folded, GATED=o is not None,
+        )  # fmt: skip
 
 
 def gate_section(plan: Sequence[int]) -> Section:
@@ -240,21 +239,20 @@ def backward(
     column = 0
     for g, (s, arguments) in zip(given, work, strict=True):
         if chunks:
-            with device_guard(projected):
-                kernels.backward_kernel[(chunks * s.heads,)](
-                    **arguments,
-                    **_heads("y", g, "dy_ptr"),
-                    later_ptr=later[s.anchor].contiguous() if later and s.mixed else flat,
-                    ds_ptr=flat[:, s.first :],
-                    da_ptr=d_anchors[s.anchor] if s.mixed else flat,
-                    d_gamma_ptr=per_head[:, s.anchor] if arguments["DYNAMIC"] else flat,
-                    partial_ptr=partial[:, column:],
-                    stride_dst=flat.stride(0),
-                    stride_dgt=per_head.stride(0),
-                    stride_p=partial.stride(0),
-                    eps=eps,
-                    LATER=len(later) > 0 and s.mixed,
-                )
+            kernels.backward_kernel[(chunks * s.heads,)](
+                **arguments,
+                **_heads("y", g, "dy_ptr"),
+                later_ptr=later[s.anchor].contiguous() if later and s.mixed else flat,
+                ds_ptr=flat[:, s.first :],
+                da_ptr=d_anchors[s.anchor] if s.mixed else flat,
+                d_gamma_ptr=per_head[:, s.anchor] if arguments["DYNAMIC"] else flat,
+                partial_ptr=partial[:, column:],
+                stride_dst=flat.stride(0),
+                stride_dgt=per_head.stride(0),
+                stride_p=partial.stride(0),
+                eps=eps,
+                LATER=len(later) > 0 and s.mixed,
+            )
         column += s.sums(inputs) * s.heads * s.width
     if gamma is not None:
         torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
@@ -339,14 +337,13 @@ def _folded_backward(
     chunks = min(tiles, FOLDED_BACKWARD.programs * multiprocessors(dm))
     partial = flat.new_empty((chunks, s.width if s.normed else 0), dtype=torch.float32)
     if chunks:
-        with device_guard(dm):
-            kernels.folded_backward_kernel[(chunks,)](
-                **arguments, **_heads("y", dy, "dy_ptr"), **_heads("o", dy if o is None else o),
-                do_ptr=flat if d_o is None else d_o, ds_ptr=flat[:, s.first :],
-                d_gamma_ptr=rows(d_gamma)[:, 2 * s.anchor :] if arguments["DYNAMIC"] else flat, partial_ptr=partial,
-                stride_dst=flat.stride(0), stride_dgt=d_gamma.shape[-1], stride_p=partial.stride(0), eps=eps,
-                GATED=o is not None,
-            )  # fmt: skip
+        kernels.folded_backward_kernel[(chunks,)](
+            **arguments, **_heads("y", dy, "dy_ptr"), **_heads("o", dy if o is None else o),
+            do_ptr=flat if d_o is None else d_o, ds_ptr=flat[:, s.first :],
+            d_gamma_ptr=rows(d_gamma)[:, 2 * s.anchor :] if arguments["DYNAMIC"] else flat, partial_ptr=partial,
+            stride_dst=flat.stride(0), stride_dgt=d_gamma.shape[-1], stride_p=partial.stride(0), eps=eps,
+            GATED=o is not None,
+        )  # fmt: skip
     return partial
 
 
@@ -361,12 +358,11 @@ def _factors(
     chunks = min(tiles, FACTORS.programs * multiprocessors(gamma))
     partial = d_gamma.new_empty((chunks, sums.numel()))
     if chunks:
-        with device_guard(gamma):
-            kernels.factors_kernel[(chunks,)](
-                d_gamma, gamma.contiguous(), hidden, up, dm[:, -width:], quotients, partial, tokens, tiles,
-                hidden.stride(0), dm.stride(0), FACTORS=factors, E=width, LANES=lanes, ROWS=size,
-                num_warps=FACTORS.warps,
-            )  # fmt: skip
+        kernels.factors_kernel[(chunks,)](
+            d_gamma, gamma.contiguous(), hidden, up, dm[:, -width:], quotients, partial, tokens, tiles,
+            hidden.stride(0), dm.stride(0), FACTORS=factors, E=width, LANES=lanes, ROWS=size,
+            num_warps=FACTORS.warps,
+        )  # fmt: skip
     sum_rows(partial, sums.view(-1), rows=chunks)
 
 
@@ -405,16 +401,15 @@ def gather(
         factors = addresses(quotients[start:stop], ()) if quotients else table
         for s, anchor, gain in zip(mixed, anchors, gains, strict=True):
             flat = rows(anchor.flatten(-2))
-            with device_guard(scales):
-                kernels.gather_kernel[(chunks * s.heads,)](
-                    table, factors, flat, flat if gain is None else gain, scales[start:, column:],
-                    d_anchors[..., column:], partial[:, start:, column:], partial[:, -1, column:], tokens,
-                    cdiv(tokens, lines[s.width]), s.heads, s.first, s.anchor, dm[0].shape[-1], len(mixed),
-                    flat.stride(0), scales.shape[1], scales.stride(0), partial.stride(0), eps,
-                    D=s.width, LANES=next_power_of_2(s.width), ROWS=lines[s.width], READERS=stop - start,
-                    NORMED=gain is not None, DYNAMIC=len(quotients) > 0, ADD=start > 0, LAST=stop == layers,
-                    STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
-                )  # fmt: skip
+            kernels.gather_kernel[(chunks * s.heads,)](
+                table, factors, flat, flat if gain is None else gain, scales[start:, column:],
+                d_anchors[..., column:], partial[:, start:, column:], partial[:, -1, column:], tokens,
+                cdiv(tokens, lines[s.width]), s.heads, s.first, s.anchor, dm[0].shape[-1], len(mixed),
+                flat.stride(0), scales.shape[1], scales.stride(0), partial.stride(0), eps,
+                D=s.width, LANES=next_power_of_2(s.width), ROWS=lines[s.width], READERS=stop - start,
+                NORMED=gain is not None, DYNAMIC=len(quotients) > 0, ADD=start > 0, LAST=stop == layers,
+                STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
+            )  # fmt: skip
             column += s.heads * s.width
     sum_rows(partial.view(chunks, sums.numel()), sums.view(-1), rows=chunks)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, extent, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, extent, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.multi_gate import kernels, kernels_backward
@@ -87,12 +87,11 @@ def forward(
     _, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, n, streams[0])
-        with device_guard(update):
-            kernels.forward_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), aligned(update), gate_query, gate_bias, pool_query, gain,
-                *(*outputs, None)[:4], norm_eps, *_numbers(width, eps), COMPETITIVE=competitive,
-                NORMED=gain is not None, **tile,
-            )  # fmt: skip
+        kernels.forward_kernel[(tokens,)](
+            tuple(aligned(s) for s in streams), aligned(update), gate_query, gate_bias, pool_query, gain,
+            *(*outputs, None)[:4], norm_eps, *_numbers(width, eps), COMPETITIVE=competitive,
+            NORMED=gain is not None, **tile,
+        )  # fmt: skip
 
 
 @launcher("multi_gate_backward")
@@ -115,15 +114,14 @@ def backward(
     _, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan if gain is None else normed_backward_plan, n, start[0])
     partial = _partial(total, plan, tokens)
-    with device_guard(g_hidden):
-        if tokens:
-            kernels_backward.backward_kernel[(len(partial),)](
-                aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
-                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], gate_query, pool_query, gain, stats[-1],
-                hidden_stats, tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, NORMED=gain is not None, **tile,
-            )  # fmt: skip
-        sum_rows(partial, total)
+    if tokens:
+        kernels_backward.backward_kernel[(len(partial),)](
+            aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
+            tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], gate_query, pool_query, gain, stats[-1],
+            hidden_stats, tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
+            COMPETITIVE=competitive, NORMED=gain is not None, **tile,
+        )  # fmt: skip
+    sum_rows(partial, total)
 
 
 def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
@@ -145,8 +143,7 @@ def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Iterat
     _, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, after.shape[-2], after)
-        with device_guard(after):
-            kernels.invert_kernel[(tokens,)](aligned(after), aligned(update), stats, streams, floor, **tile)
+        kernels.invert_kernel[(tokens,)](aligned(after), aligned(update), stats, streams, floor, **tile)
 
 
 @launcher("multi_gate_pool")
@@ -158,10 +155,9 @@ def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> Iterator[tuple
     width, tokens = extent(hidden)
     if tokens:
         _, tile = _tile(forward_plan, len(streams), hidden)
-        with device_guard(hidden):
-            kernels.pool_forward_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
-            )
+        kernels.pool_forward_kernel[(tokens,)](
+            tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
+        )
 
 
 @launcher("multi_gate_pool_backward")
@@ -175,13 +171,12 @@ def pool_backward(
     width, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan, len(streams), g_hidden)
     partial = _partial(total, plan, tokens)
-    with device_guard(g_hidden):
-        if tokens:
-            kernels_backward.pool_backward_kernel[(len(partial),)](
-                aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
-                tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
-            )  # fmt: skip
-        sum_rows(partial, total)
+    if tokens:
+        kernels_backward.pool_backward_kernel[(len(partial),)](
+            aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
+            tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
+        )  # fmt: skip
+    sum_rows(partial, total)
 
 
 def _partial(total: Tensor, plan: TilePlan, tokens: int) -> Tensor:

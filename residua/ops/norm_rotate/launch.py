@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, dense_last, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import cdiv, dense_last, dense_like, next_power_of_2
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.norm_rotate import kernels
@@ -86,11 +86,10 @@ def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
-        with device_guard(x):
-            kernels.forward_kernel[(walk.batches * tiles * groups,)](
-                x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
-                *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
-            )  # fmt: skip
+        kernels.forward_kernel[(walk.batches * tiles * groups,)](
+            x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
+            *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
+        )  # fmt: skip
 
 
 @launcher("norm_rotate_backward")
@@ -105,12 +104,11 @@ def backward(
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
     partial = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     if rows:
-        with device_guard(x):
-            kernels.backward_kernel[(rows,)](
-                dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
-                walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
-                walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
-            )  # fmt: skip
+        kernels.backward_kernel[(rows,)](
+            dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
+            walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
+            walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
+        )  # fmt: skip
     sum_rows(partial, dweight, rows=rows)
 
 
@@ -134,24 +132,22 @@ def packed_heads_backward(
     chunks = walk.chunks(q, PACKED, sizes["ROWS"], groups)
     partial = torch.empty(chunks * (query_groups + key_groups), q.shape[3], dtype=torch.float32, device=q.device)
     if chunks:
-        with device_guard(q):
-            kernels.packed_kernel[(chunks * groups,)](
-                dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
-                walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
-                *(step for t in (dq, dk, dv, q, k) for step in strides(t, walk)),
-                *strides(packed[:, :, None], walk)[:2], walk.turns, query_eps, key_eps,
-                **sizes, STAGES=PACKED.stages, **PACKED.settings,
-            )  # fmt: skip
+        kernels.packed_kernel[(chunks * groups,)](
+            dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
+            walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
+            *(step for t in (dq, dk, dv, q, k) for step in strides(t, walk)),
+            *strides(packed[:, :, None], walk)[:2], walk.turns, query_eps, key_eps,
+            **sizes, STAGES=PACKED.stages, **PACKED.settings,
+        )  # fmt: skip
     sum_rows(partial, d_query, d_key, rows=chunks * query_groups)
 
 
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
     """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the rest: one launch, in a fixed order."""
     width, block = partial.shape[1], 16
-    with device_guard(partial):
-        kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](
-            partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
-        )
+    kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](
+        partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
+    )
 
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:

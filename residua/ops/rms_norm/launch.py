@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_like, device_guard, either, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_like, either, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import opaque
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
@@ -77,12 +77,11 @@ def forward(
     if tokens:
         normed, rstd = outputs
         x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
-        with device_guard(x):
-            kernels.forward_kernel[(tokens,)](
-                x, update, weight.contiguous(), either(affine, weight).contiguous(), *(sums or [x]), normed, rstd, eps,
-                scale, *(codes or NO_CODES), ADDED=len(sums) > 0, SCALED=affine is not None, STEPWISE=INTERPRETED,
-                **forward_plan(width).sizes(width),
-            )  # fmt: skip
+        kernels.forward_kernel[(tokens,)](
+            x, update, weight.contiguous(), either(affine, weight).contiguous(), *(sums or [x]), normed, rstd, eps,
+            scale, *(codes or NO_CODES), ADDED=len(sums) > 0, SCALED=affine is not None, STEPWISE=INTERPRETED,
+            **forward_plan(width).sizes(width),
+        )  # fmt: skip
 
 
 @launcher("rms_norm_backward")
@@ -103,19 +102,18 @@ def backward(
     yield [g_x, *g_weights, *([] if dots is None else [dots]), *codes]
     programs = plan.persistent(x)
     partial = x.new_empty((len(g_weights), programs, width), dtype=torch.float32)
-    with device_guard(x):
-        if tokens:
-            kernels.backward_kernel[(programs,)](
-                g, g if residual is None else residual.contiguous(), x, weight.contiguous(),
-                either(affine, weight).contiguous(), rstd, g_x, either(dots, rstd), partial, tokens,
-                scale, *(codes or NO_CODES), ADDED=residual is not None, DOTTED=dotted, SCALED=affine is not None,
-                STEPWISE=INTERPRETED, **plan.sizes(width),
-            )  # fmt: skip
-        for rows, g_weight in zip(partial, g_weights, strict=True):
-            total = g_weight if g_weight.dtype is torch.float32 else partial.new_empty(width)
-            sum_rows(rows, total)
-            if total is not g_weight:
-                g_weight.copy_(total)
+    if tokens:
+        kernels.backward_kernel[(programs,)](
+            g, g if residual is None else residual.contiguous(), x, weight.contiguous(),
+            either(affine, weight).contiguous(), rstd, g_x, either(dots, rstd), partial, tokens,
+            scale, *(codes or NO_CODES), ADDED=residual is not None, DOTTED=dotted, SCALED=affine is not None,
+            STEPWISE=INTERPRETED, **plan.sizes(width),
+        )  # fmt: skip
+    for rows, g_weight in zip(partial, g_weights, strict=True):
+        total = g_weight if g_weight.dtype is torch.float32 else partial.new_empty(width)
+        sum_rows(rows, total)
+        if total is not g_weight:
+            g_weight.copy_(total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:

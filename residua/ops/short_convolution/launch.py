@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_last, dense_like, device_guard, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_last, dense_like, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import begins as begin_documents
 from residua.ops._runtime.tracing import opaque
@@ -85,11 +85,10 @@ def launch_forward(
     projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
     s, x = Sizes.of(projected, weight, k.shape[2], v.shape[2]), dense_last(projected)
-    with device_guard(x):
-        kernels.forward_kernel[s.programs(FORWARD)](
-            x, weight.contiguous(), x if begins is None else begins.contiguous(), q, k, v, *s.arguments(x, FORWARD),
-            eps, **_constants(s, begins), **FORWARD.settings(),
-        )  # fmt: skip
+    kernels.forward_kernel[s.programs(FORWARD)](
+        x, weight.contiguous(), x if begins is None else begins.contiguous(), q, k, v, *s.arguments(x, FORWARD),
+        eps, **_constants(s, begins), **FORWARD.settings(),
+    )  # fmt: skip
 
 
 @launcher("convolve_heads_backward")
@@ -110,14 +109,13 @@ def launch_backward(
     """Write d_weight and all of d_projected but the gate's columns. dq and dk may have more heads than q and k."""
     s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), dense_last(projected)
     partial = d_weight.new_empty((s.batch * BACKWARD.tiles(s.length), weight.numel()))
-    with device_guard(x):
-        kernels.backward_kernel[s.programs(BACKWARD)](
-            x, weight.contiguous(), x if begins is None else begins.contiguous(),
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), d_projected, partial, *s.arguments(x, BACKWARD),
-            *d_projected.stride()[:2], eps, GROUP=dk.shape[2] // key_heads, **_constants(s, begins),
-            **BACKWARD.settings(),
-        )  # fmt: skip
-        sum_rows(partial, d_weight.view(-1))
+    kernels.backward_kernel[s.programs(BACKWARD)](
+        x, weight.contiguous(), x if begins is None else begins.contiguous(),
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_projected, partial, *s.arguments(x, BACKWARD),
+        *d_projected.stride()[:2], eps, GROUP=dk.shape[2] // key_heads, **_constants(s, begins),
+        **BACKWARD.settings(),
+    )  # fmt: skip
+    sum_rows(partial, d_weight.view(-1))
 
 
 def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:

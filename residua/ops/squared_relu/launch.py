@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import triton_support
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard
+from residua.ops._runtime.launch import aligned, cdiv, dense_like
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import opaque
@@ -118,8 +118,7 @@ def squared_relu_linear(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """a = relu(x weightᵀ)² [M, N] for x [M, K] and weight [N, K], summed in float32."""
     a = x.new_empty((x.shape[0], weight.shape[0]))
     yield a
-    with device_guard(x):
-        FORWARD.launch(aligned(x), aligned(weight), None, a)
+    FORWARD.launch(aligned(x), aligned(weight), None, a)
 
 
 @launcher("squared_relu_linear_backward")
@@ -127,8 +126,7 @@ def squared_relu_linear_backward(g: Tensor, weight: Tensor, a: Tensor) -> Iterat
     """p = (g weight) ⊙ 2√a [M, N] for g [M, K], weight [K, N] and a [M, N], summed in float32."""
     p = dense_like(a)
     yield p
-    with device_guard(g):
-        BACKWARD.launch(aligned(g), aligned(weight), aligned(a), p)
+    BACKWARD.launch(aligned(g), aligned(weight), aligned(a), p)
 
 
 def squared_relu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from residua.ops._runtime.launch import cdiv, device_guard
+from residua.ops._runtime.launch import cdiv
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.symmetric_product import kernels
@@ -59,15 +59,14 @@ def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float,
     stored = x.mT if turned else _walked(x)
     triangle = plan.triangle(x.shape[1])
     tiles, square = triangle * len(x), [1, block, block]
-    with device_guard(x):
-        kernels.product_kernel[(min(tiles, multiprocessors(x)),)](
-            TensorDescriptor.from_tensor(stored, [1, depth, block] if turned else [1, block, depth]),
-            TensorDescriptor.from_tensor(s if c is None else _walked(c), square),
-            TensorDescriptor.from_tensor(s, square),
-            tiles, triangle, x.shape[2], float(alpha), float(beta), float(gamma),
-            TURNED=turned, ADDED=c is not None, BLOCK=block, DEPTH=depth, FLAT=plan.flat,
-            num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
+    kernels.product_kernel[(min(tiles, multiprocessors(x)),)](
+        TensorDescriptor.from_tensor(stored, [1, depth, block] if turned else [1, block, depth]),
+        TensorDescriptor.from_tensor(s if c is None else _walked(c), square),
+        TensorDescriptor.from_tensor(s, square),
+        tiles, triangle, x.shape[2], float(alpha), float(beta), float(gamma),
+        TURNED=turned, ADDED=c is not None, BLOCK=block, DEPTH=depth, FLAT=plan.flat,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
 
 
 def _walkable(x: Tensor) -> bool:
