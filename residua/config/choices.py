@@ -155,16 +155,13 @@ class ResFormer(AnchorChoice):
 
     rms_kernels: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
+    mixed: ClassVar[tuple[Pathway, ...]] = ("v",)
 
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
     """Shape of λ1 and λ2: per element, per head, or a single number."""
     start: Start = (0.5, 0.5)
     """Initial λ1 of the first layer's values and λ2 of the layer's own."""
-
-    @property
-    def mixed(self) -> tuple[Pathway, ...]:
-        return ("v",)
 
 
 class ProjectionAnchors(AnchorChoice):
@@ -214,13 +211,11 @@ class ExoFormer(ProjectionAnchors):
 class GatedValue(AnchorChoice):
     """Mix the first layer's values, not normalised, into those of every later layer, with a gate per token and head."""
 
+    mixed: ClassVar[tuple[Pathway, ...]] = ("v",)
+
     kind: Literal["gated_value"] = "gated_value"
     gate: Literal["relu", "sigmoid", "tanh", "softmax"] = "relu"
     """The activation of the gate."""
-
-    @property
-    def mixed(self) -> tuple[Pathway, ...]:
-        return ("v",)
 
     @property
     def joins_heads(self) -> bool:
@@ -231,6 +226,7 @@ class ValueEmbeddings(AnchorChoice):
     """Add a learned, gated vector of the token to the values of every `every`-th layer, counted from the last."""
 
     reads_tokens: ClassVar[bool] = True
+    mixed: ClassVar[tuple[Pathway, ...]] = ("v",)
 
     kind: Literal["value_embeddings"] = "value_embeddings"
     every: Positive = 2
@@ -239,10 +235,6 @@ class ValueEmbeddings(AnchorChoice):
     """Channels of the layer's input from which the gate is computed."""
     gate_scale: float = Field(3.0, gt=0)
     """Upper bound of the gate."""
-
-    @property
-    def mixed(self) -> tuple[Pathway, ...]:
-        return ("v",)
 
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         return ()
@@ -302,18 +294,12 @@ class Lime(AnchorChoice):
 
     counts_layers: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
+    mixed: ClassVar[tuple[Pathway, ...]] = ("k", "v")
+    joins_heads: ClassVar[bool] = True
 
     kind: Literal["lime"] = "lime"
     start: Literal["random", "identity"] = "random"
     """Initial weights: random, or only the layer's own keys and values."""
-
-    @property
-    def mixed(self) -> tuple[Pathway, ...]:
-        return ("k", "v")
-
-    @property
-    def joins_heads(self) -> bool:
-        return True
 
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         return self.mixed * layers
@@ -323,12 +309,9 @@ class DepthAttention(AnchorChoice):
     """Values mixed by attention of the query over the keys of all softmax layers so far, at the same token."""
 
     counts_layers: ClassVar[bool] = True
+    mixed: ClassVar[tuple[Pathway, ...]] = ("k", "v")
 
     kind: Literal["depth_attention"] = "depth_attention"
-
-    @property
-    def mixed(self) -> tuple[Pathway, ...]:
-        return ("k", "v")
 
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         return self.mixed * layers

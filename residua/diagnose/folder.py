@@ -253,12 +253,8 @@ def _bounded(folder: Path, weights: Stored) -> Iterator[None]:
     def submodule(module: nn.Module, name: str, value: nn.Module | None) -> None:
         count("modules", 4 * weights.most_tensors + SPARE_MODULES)
 
-    hooks = [
+    with (
         register_module_parameter_registration_hook(parameter),
         register_module_module_registration_hook(submodule),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

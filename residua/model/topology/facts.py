@@ -168,13 +168,9 @@ def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collecti
 
         return drop
 
-    handles = [reads[k].register_forward_pre_hook(without(dropped)) for k, dropped in positions.items()]
-    try:
-        with ops.backend("reference"):  # the fused path would bypass the read modules
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [reads[k].register_forward_pre_hook(without(dropped)) for k, dropped in positions.items()]
+    with taps.hooked(lambda: hooks), ops.backend("reference"):  # the fused path would bypass the read modules
+        yield
 
 
 @contextmanager
