@@ -13,6 +13,7 @@ passes the norm's gain (`train/compile/rewrites/normed_junctions.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,22 +135,8 @@ class Fused(inversion.Plain):
 
 inversion.HALVES["fused"] = Fused
 
-
-def multi_gate_inverted(
-    state: Sequence[Tensor],
-    update: Tensor,
-    gate_query: Tensor,
-    gate_bias: Tensor,
-    pool_query: Tensor,
-    *,
-    last: bool,
-    share: float = inversion.SHARE,
-    competitive: bool = True,
-    eps: float = 1e-6,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The fused twin of `inversion.multi_gate_inverted`."""
-    weights = (gate_query, gate_bias, pool_query)
-    return inversion.junction("fused", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
+multi_gate_inverted = partial(inversion.junction, "fused")
+"""The fused twin of `inversion.multi_gate_inverted`."""
 
 
 class _Pool(torch.autograd.Function):

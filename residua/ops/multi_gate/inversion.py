@@ -119,12 +119,12 @@ def multi_gate_inverted(
     `last`: no junction follows that could pass its streams back, so this one keeps them. Use a state once only.
     """
     weights = (gate_query, gate_bias, pool_query)
-    return junction("plain", state, update, weights, last=last, share=share, competitive=competitive, eps=eps)
+    return junction("plain", state, update, *weights, last=last, share=share, competitive=competitive, eps=eps)
 
 
 def junction(
-    halves: str, state: Sequence[Tensor], update: Tensor, weights: Sequence[Tensor],
-    *, last: bool, share: float, competitive: bool, eps: float,
+    halves: str, state: Sequence[Tensor], update: Tensor, *weights: Tensor,
+    last: bool, share: float = SHARE, competitive: bool = True, eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """h and the next state: the streams and, except for the last junction, the link to the next one."""
     streams, link = split(state, update)
