@@ -27,6 +27,7 @@ from residua.diagnose.text import Sample
 from residua.files import write_atomically
 from tests.diagnose import architectures
 from tests.diagnose.eager import Eager, plant_sink
+from tests.ops.harness import relative
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "diagnose-architectures.json"
@@ -99,10 +100,6 @@ def compare(subject: HuggingFaceSubject, truth: Eager, sample: Sample) -> dict[s
         errors = [float((seen.loads[n] - truth.load(n, len(seen.loads[n]))).abs().max()) for n in seen.loads]
         found["experts"] = max(errors)
     return found
-
-
-def relative(found: Tensor, true: Tensor) -> float:
-    return float((found - true).norm() / true.norm().clamp(min=1e-12))
 
 
 def attention_error(sums: Any, maps: list[Tensor] | None) -> float:

@@ -47,7 +47,6 @@ def test_expert_load_covers_the_whole_text(made: tuple[Decoder, ModelDiagnosis])
 
 
 def test_kimi_linear_is_diagnosed_like_other_hybrids() -> None:
-    torch.manual_seed(0)
     attention = HYBRID | {
         "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
         "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},

@@ -298,14 +298,9 @@ def test_resformer_matches_its_equation(granularity: str, gate: str) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("norm", ["none", "qk", "all"])
-def test_nuresformer_matches_its_equation(granularity: str, norm: str) -> None:
-    check_mixing(choices.NuResFormer(granularity=granularity, norm=norm), GATED)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("norm", ["none", "qk", "all"])
-def test_exoformer_matches_its_equation(granularity: str, norm: str) -> None:
-    check_mixing(choices.ExoFormer(granularity=granularity, norm=norm), GATED)
+@pytest.mark.parametrize("kind", [choices.NuResFormer, choices.ExoFormer])
+def test_projection_anchors_match_their_equation(kind: type, granularity: str, norm: str) -> None:
+    check_mixing(kind(granularity=granularity, norm=norm), GATED)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -6,7 +6,7 @@ import torch
 from residua import ops
 from residua.ops.norm_rotate import launch as host
 from residua.ops.norm_rotate import reference
-from tests.ops.harness import assert_close, assert_equal, relative
+from tests.ops.harness import assert_close, assert_equal, on_gpu, relative
 
 pytestmark = pytest.mark.slow
 
@@ -129,8 +129,7 @@ def test_transposed_incoming_gradient_is_read_correctly():
     assert relative(*results) < 1e-6
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
@@ -138,8 +137,7 @@ def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
     assert_close(run("triton", *case), run("reference", *(t.double() for t in case)), tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_gpu_packed_gradient_equals_that_of_the_projection(dtype, tolerance, width):

@@ -172,7 +172,6 @@ def test_fp8_head_compiles_into_one_graph_of_known_shapes() -> None:
 
 @on_gpu
 def test_gpu_fp8_head_is_close_to_its_simulation() -> None:
-    torch.manual_seed(0)
     drawn = (torch.randn(2048, 256), torch.randn(50_304, 256) / 16)
     x, w = (t.cuda().bfloat16().requires_grad_() for t in drawn)
     targets, scales = torch.randint(50_304, (2048,)).cuda(), Scales(*(t.cuda() for t in new_scales(2**-6)))
@@ -186,7 +185,6 @@ def test_gpu_fp8_head_is_close_to_its_simulation() -> None:
 @on_gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gpu_fp8_products_are_close_to_float64(compiled: bool) -> None:
-    torch.manual_seed(0)
     x, w_in, w_out, g = (
         torch.randn(shape, device="cuda") for shape in ((2048, 256), (512, 256), (128, 512), (2048, 128))
     )

@@ -16,6 +16,7 @@ from tests.model.combinations import NORMS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import covering
+from tests.ops.harness import relative
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,6 @@ def stirred(model: Decoder) -> Decoder:
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.3)
     return model.double()
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @torch.no_grad()

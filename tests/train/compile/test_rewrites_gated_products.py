@@ -58,7 +58,6 @@ def trained(model: torch.nn.Module, rewritten: bool) -> tuple[list[torch.Tensor]
     ],
 )
 def test_the_gated_output_is_not_saved(tables: dict[str, Any], backend: str, fewer: int) -> None:
-    torch.manual_seed(0)
     gate = tables.get("gate", "elementwise" if tables else "none")
     attention = {"kind": "softmax", "heads": 2, "gate": gate}
     rest = {key: value for key, value in tables.items() if key != "gate"}

@@ -242,7 +242,6 @@ def fuse_and_write(graph: Graph) -> None:
 )
 def test_norms_write_the_codes_of_every_product_that_reads_them(rewrite, tables, forward, backward):
     """Of two sublayers; other codes are those of attention's output, of squares, and of QKV's packed gradient."""
-    torch.manual_seed(0)
     model = Decoder(small(layers=1, ffn={"kind": "relu2", "hidden": 32}, **tables))
     low = LowPrecision(model, TrainConfig(precision="fp8_emulated"), torch.device("cpu"))
     low.set_state([[1.0] * len(low.places) * 2] * TrainConfig().low_precision.history)
