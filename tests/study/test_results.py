@@ -199,7 +199,7 @@ def test_sizes_and_budgets_are_fitted_by_one_law(
         unite(halves)
 
 
-def test_joined_files_keep_settings_but_not_other_sessions_speeds(tmp_path: Path) -> None:
+def test_joined_files_keep_settings_but_no_other_sessions_speeds(tmp_path: Path) -> None:
     """Of two halves of a study, one has the outliers of a run and the other was timed on a slower machine."""
     saved = SavedStudy.read(Path("docs/results/scaling.json"))
     slow = [model for model in saved.models if model.variant in ("prenorm", "resformer")]
