@@ -107,7 +107,7 @@ class Qwen3_5(GatedHybrid, model_type="qwen3_5_text"):
 class Qwen3_5Moe(GatedHybrid, SharedExpert, model_type="qwen3_5_moe_text"):
     """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
-    ABSENT = ("norm_topk_prob",)
+    ABSENT: ClassVar[tuple[str, ...]] = ("norm_topk_prob",)
     HELD_BY = GatedHybrid.HELD_BY | SharedExpert.HELD_BY
     SETTINGS = GatedHybrid.SETTINGS | SharedExpert.SETTINGS
     DEFAULTS = GatedHybrid.DEFAULTS | {
