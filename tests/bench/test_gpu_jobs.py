@@ -1,5 +1,7 @@
 """tools/gpu_jobs.py: order of jobs, what is left after a failure or the deadline, timings without the others."""
 
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -7,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.docs.commands import load_module
+from residua.bench.step import read_cases
+from residua.config.run import RunConfig
+from residua.study.config import StudyConfig
+from tests.docs.commands import ROOT, load_module, parse
 
 gpu_jobs = load_module("tools/gpu_jobs.py")
 
@@ -83,3 +88,18 @@ def test_a_variable_holds_for_one_case_alone(tmp_path: Path, monkeypatch: pytest
         for case in read_cases(RunConfig.find("tiny"), ["prenorm env:LETTER=x", "mgr"]):
             bench._open(case, tmp_path, 0)
     assert seen == ["x", None]
+
+
+@pytest.mark.parametrize("name", ["kernels", "studies"])
+def test_committed_jobs_name_settings_that_exist(name: str) -> None:
+    for job in gpu_jobs.read_jobs(ROOT / "docs/lab/jobs" / f"{name}.toml"):
+        if command := re.search(r"residua (.*)", job.run):
+            verb, values = parse([word for word in shlex.split(command[1]) if word != "$TEXTS"])
+            if verb.startswith("bench "):
+                base = RunConfig.find(values["preset"]).override(values["overrides"] or [])
+                read_cases(base, re.sub(r" env:\S+", "", ",".join(values.get("compare") or ["prenorm"])).split(","))
+
+
+def test_the_study_of_finalists_has_settings_that_exist() -> None:
+    study = StudyConfig.from_toml(ROOT / "docs/lab/jobs/finalists.toml")
+    assert [*study.variants] == ["prenorm", "mgr2_exo_static", "mgr_exo_static"] and study.time_alone
