@@ -63,7 +63,7 @@ def _project(X: Tensor, gain: Tensor, down: Tensor, inject: Tensor | None, eps: 
     weight = (maps * wide(gain) / len(gain)).permute(1, 2, 0).to(X.dtype)  # [n, C, r + n, zero-padded]
     parts = wide(torch.bmm(X.flatten(0, -3).transpose(0, 1), weight))  # [n, tokens, r + n, zero-padded]
     projected = (parts * rstd.flatten(0, -3).transpose(0, 1)).sum(0)
-    return (x * rstd * wide(gain)).to(X.dtype), projected.view(*X.shape[:-2], -1)
+    return (x * rstd * wide(gain)).to(X.dtype), projected.view(*X.shape[:-2], projected.shape[-1])
 
 
 def _scores(projected: Tensor, X: Tensor, up: Tensor) -> Tensor:
