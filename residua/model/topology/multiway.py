@@ -19,7 +19,7 @@ from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, SourceNames, trace_rows
 from residua.ops._runtime.numeric import wide
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 
 EPS = 1e-6
 
@@ -253,7 +253,7 @@ class DeepCross(LayerReads):
         queries = wide(torch.stack([selector.query for selector in selectors]))  # [ways, C]
         biases = wide(torch.stack([selector.bias for selector in selectors], 1))  # [sources, ways, C]
         if torch.compiler.is_compiling():
-            reads: tuple[Tensor, ...] = _compiled_mixtures(queries, biases, *sources)
+            reads = _compiled_mixtures(queries, biases, sources)
         else:
             _, scores = _scores(sources, queries)
             _tap_weights(layer, "r", partial(_channel_means, scores, biases))  # q's weights, which r shares
@@ -291,7 +291,29 @@ def _channel_means(scores: Scores, biases: Tensor) -> Tensor:
     return torch.stack(first, -1)
 
 
-class _Mixtures(torch.autograd.Function):
+def _mixtures_backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    queries, biases, *saved = ctx.saved_tensors
+    count, ways = biases.shape[:2]
+    g, g_queries = [wide(gradient) for gradient in gradients], list(torch.zeros_like(queries))
+    g_biases: list[Tensor] = []
+    g_sources: list[Tensor] = []
+    for j, (bias, source, r) in enumerate(zip(biases, saved, saved[count:], strict=False)):
+        x, scores = wide(source), saved[2 * count + j * ways :][:ways]
+        weights = [b + score for b, score in zip(bias, scores, strict=True)]
+        through = [each * x * (weight > 0) for each, weight in zip(g, weights, strict=True)]
+        g_scores = [each.sum(-1, keepdim=True) for each in through]
+        g_biases += [each.flatten(0, -2).sum(0) for each in through]
+        g_queries = [q + (each * r * x).flatten(0, -2).sum(0) for q, each in zip(g_queries, g_scores, strict=True)]
+        pull = sum(each * score for each, score in zip(g_scores, scores, strict=True)) * r.square() / x.shape[-1]
+        g_x = -x * pull
+        for c, g_score in enumerate(g_scores):
+            g_x = g_x + g[c] * torch.relu(weights[c]) + g_score * r * queries[c]
+        g_sources.append(g_x.to(source.dtype))
+    return torch.stack(g_queries), torch.stack(g_biases).view_as(biases), g_sources
+
+
+@differentiable(_mixtures_backward)
+def _compiled_mixtures(ctx: Any, queries: Tensor, biases: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`_mixtures` of the sources' scores in compiled code, with gradients that write nothing in float32.
 
     For a source x with r = 1/rms, scores s_c, weights a_c = relu(b_c + s_c) and the reads' gradients g_c:
@@ -300,39 +322,12 @@ class _Mixtures(torch.autograd.Function):
         dx = Σ_c (g_c a_c + ds_c r w_c) − x r²/C Σ_c ds_c s_c
 
     If autograd differentiates the operations one by one, inductor writes g_c x [a_c > 0] for each source and way,
-    because two sums read it. The ways are separate tensors, so that one kernel over tokens has all of them.
+    because two sums read it. The ways are separate tensors, so that one kernel over tokens has all of them. Dynamo of
+    torch 2.11 computes wrong gradients if it traces the function itself.
     """
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, biases: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-        inverse_rms, scores = _scores(sources, queries)
-        ctx.save_for_backward(queries, biases, *sources, *inverse_rms, *(s for each in scores for s in each))
-        return _mixtures(sources, scores, biases)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        queries, biases, *saved = ctx.saved_tensors
-        count, ways = biases.shape[:2]
-        g, g_queries = [wide(gradient) for gradient in gradients], list(torch.zeros_like(queries))
-        g_biases: list[Tensor] = []
-        g_sources: list[Tensor] = []
-        for j, (bias, source, r) in enumerate(zip(biases, saved, saved[count:], strict=False)):
-            x, scores = wide(source), saved[2 * count + j * ways :][:ways]
-            weights = [b + score for b, score in zip(bias, scores, strict=True)]
-            through = [each * x * (weight > 0) for each, weight in zip(g, weights, strict=True)]
-            g_scores = [each.sum(-1, keepdim=True) for each in through]
-            g_biases += [each.flatten(0, -2).sum(0) for each in through]
-            g_queries = [q + (each * r * x).flatten(0, -2).sum(0) for q, each in zip(g_queries, g_scores, strict=True)]
-            pull = sum(each * score for each, score in zip(g_scores, scores, strict=True)) * r.square() / x.shape[-1]
-            g_x = -x * pull
-            for c, g_score in enumerate(g_scores):
-                g_x = g_x + g[c] * torch.relu(weights[c]) + g_score * r * queries[c]
-            g_sources.append(g_x.to(source.dtype))
-        return torch.stack(g_queries), torch.stack(g_biases).view_as(biases), *g_sources
-
-
-_compiled_mixtures = opaque(_Mixtures)
-"""Dynamo of torch 2.11 computes wrong gradients if it traces the function itself."""
+    inverse_rms, scores = _scores(sources, queries)
+    ctx.save_for_backward(queries, biases, *sources, *inverse_rms, *(s for each in scores for s in each))
+    return _mixtures(sources, scores, biases)
 
 
 class Selector(nn.Module):

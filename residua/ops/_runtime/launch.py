@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime.triton_support import INTERPRETED
+
+
+class Kernels:
+    """A module of kernels. It is imported, and Triton with it, when the first of them is launched."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._module), name)
+
+
+kernels = Kernels("residua.ops._runtime.kernels")
 
 
 def cdiv(n: int, size: int) -> int:
@@ -42,6 +55,18 @@ def dense_last(x: Tensor) -> Tensor:
 def dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An empty contiguous tensor of x's shape."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def triton_type(dtype: torch.dtype) -> Any:
+    """Triton's type of the same name."""
+    return getattr(kernels.tl, str(dtype).removeprefix("torch."))
+
+
+def described(x: Tensor, block: Sequence[int]) -> Any:
+    """x as kernels access it by TMA, in blocks of this shape."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, list(block))
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -94,20 +119,13 @@ def _write(entries: Sequence[int], device: torch.device) -> Tensor:
         part = tuple(entries[start : start + MOST_ADDRESSES])
         padded = part + part[:1] * (MOST_ADDRESSES - len(part))
         with device_guard(table):
-            _kernels().address_kernel[(1,)](padded, table, start, len(entries), MOST=MOST_ADDRESSES, num_warps=1)
+            kernels.address_kernel[(1,)](padded, table, start, len(entries), MOST=MOST_ADDRESSES, num_warps=1)
     return table
 
 
 def sum_rows(partial: Tensor, total: Tensor) -> None:
     """total [LENGTH] = the sum of the rows of partial [parts, LENGTH], in a fixed order; float32 and contiguous."""
     block = 4096 if INTERPRETED else 32
-    _kernels().sum_kernel[(cdiv(len(total), block),)](
+    kernels.sum_kernel[(cdiv(len(total), block),)](
         partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
     )
-
-
-@cache
-def _kernels() -> Any:
-    from residua.ops._runtime import kernels
-
-    return kernels

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from residua.ops._runtime.launch import device_guard
+
+R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
@@ -52,7 +54,9 @@ def dry_run() -> Iterator[list[Call]]:
         _calls = before
 
 
-def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+def launcher(
+    name: str, *, ahead: bool = True, mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Iterator[R]]], Callable[..., R]]:
     """Register a launcher as `residua::name` and return the operator. `torch.compile` sees one opaque call without a
     gradient.
 
@@ -65,11 +69,11 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
     if it also multiplies matrices. `mutates`: the arguments that it writes to.
     """
 
-    def register(launch: Callable[..., Iterator[Any]]) -> Any:
+    def register(launch: Callable[..., Iterator[R]]) -> Callable[..., R]:
         def run(*args: Any, **settings: Any) -> Any:
             steps = launch(*args, **settings)
             results = next(steps)
-            made = (results,) if isinstance(results, Tensor) else results
+            made: Any = (results,) if isinstance(results, Tensor) else results
             with device_guard(made[0]) if made else nullcontext():
                 *_, results = results, *steps
             return results
@@ -92,14 +96,38 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
         _LIBRARY.define(torch.library.infer_schema(run, op_name=name, mutates_args=mutates))
         _LIBRARY.impl(name, launched if ahead else run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
-        return getattr(torch.ops.residua, name).default
+        operator: Callable[..., R] = getattr(torch.ops.residua, name).default
+        return operator
 
     return register
 
 
-def differentiate(operator: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Give an operator a gradient: `save(ctx, inputs, output)` stores everything `backward(ctx, *gradients)` needs."""
-    torch.library.register_autograd(operator, backward, setup_context=save, lib=_LIBRARY)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the tensors among the inputs in `ctx.saved_tensors`, the others in `ctx.settings`."""
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
+
+
+Backward = Callable[..., Sequence[Any]]
+
+
+def differentiate(
+    operator: Any, save: Callable[[Any, tuple[Any, ...], Any], None] = save_inputs
+) -> Callable[[Backward], Backward]:
+    """Give an operator a gradient: `save(ctx, inputs, output)` stores everything `backward(ctx, *gradients)` needs.
+
+    `backward` returns the gradients of the inputs, and may leave out those at the end that have none.
+    """
+
+    def register(backward: Backward) -> Backward:
+        def complete(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            given = backward(ctx, *gradients)
+            return *given, *[None] * (len(operator._schema.arguments) - len(given))
+
+        torch.library.register_autograd(operator, complete, setup_context=save, lib=_LIBRARY)
+        return backward
+
+    return register
 
 
 def compile_ahead(forward: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,35 +58,29 @@ def few_products(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """x Wᵀ [..., K] for a W [K, C] with few rows; in compiled code as sums, with one kernel per `rows` rows."""
     if not torch.compiler.is_compiling():
         return linear(wide(x), weight)
-    products: Tensor = _few_products(x, weight, rows)
-    return products
+    return _few_products(x, weight, rows)
 
 
-class _FewProducts(torch.autograd.Function):
+def _few_products_backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    g, few = g.flatten(0, -2).to(x.dtype), len(weight)
+    zeros = -few % ALIGNED
+    g = torch.cat([g, g.new_zeros(len(g), zeros)], 1)
+    shares = math.gcd(len(g), 64)
+    parts = torch.bmm(g.unflatten(0, (shares, -1)).mT, x.reshape(shares, -1, x.shape[-1]))
+    g_x = g @ torch.cat([weight, weight.new_zeros(zeros, weight.shape[1])]).to(x.dtype)
+    return g_x.view_as(x), wide(parts).sum(0)[:few]
+
+
+@differentiable(_few_products_backward)
+def _few_products(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """Sums forward, matrix products backward, whose operands are rounded to x's dtype like those of a linear map.
 
     As a sum over tokens, inductor would compute W's gradient with strided reads of x, one channel of all tokens after
     another. The tokens are divided into shares, since one product with few rows would leave most of a GPU idle.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.cat([(wide(x)[..., None, :] * part).sum(-1) for part in weight.split(rows)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        g, few = g.flatten(0, -2).to(x.dtype), len(weight)
-        zeros = -few % ALIGNED
-        g = torch.cat([g, g.new_zeros(len(g), zeros)], 1)
-        shares = math.gcd(len(g), 64)
-        parts = torch.bmm(g.unflatten(0, (shares, -1)).mT, x.reshape(shares, -1, x.shape[-1]))
-        g_x = g @ torch.cat([weight, weight.new_zeros(zeros, weight.shape[1])]).to(x.dtype)
-        return g_x.view_as(x), wide(parts).sum(0)[:few], None
-
-
-_few_products = opaque(_FewProducts)
+    ctx.save_for_backward(x, weight)
+    return torch.cat([(wide(x)[..., None, :] * part).sum(-1) for part in weight.split(rows)], -1)
 
 
 def stored(x: Tensor) -> Tensor:
@@ -96,24 +90,14 @@ def stored(x: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return x
-    kept: Tensor = _stored(x)
-    return kept
+    return _stored(x)
 
 
-class _Stored(torch.autograd.Function):
+@differentiable(lambda ctx, g: (g,))
+def _stored(ctx: Any, x: Tensor) -> Tensor:
     """A view with explicit strides: inductor gives its source a place in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        return x.as_strided(x.shape, x.stride())
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
-_stored = opaque(_Stored)
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

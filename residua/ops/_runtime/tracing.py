@@ -1,40 +1,76 @@
-"""`torch.compiler.allow_in_graph` for our functions, without importing `torch._dynamo` before something is compiled.
+"""Functions with gradients, as single nodes of compiled graphs.
 
-Torch's own decorator imports it, which takes seconds, and most commands compile nothing.
+`torch.compiler.allow_in_graph` imports `torch._dynamo`, which takes seconds, and most commands compile nothing. So our
+functions are registered when something else imports it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import islice, zip_longest
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 DYNAMO = "torch._dynamo"
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _waiting: list[Callable[..., Any]] = []
 
 
-def in_graph(function: F) -> F:
-    """Make the function one opaque node of compiled graphs; it is registered when Dynamo is imported."""
+def differentiable(
+    backward: Callable[..., Sequence[Any]],
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[P, R]]:
+    """Give a function a gradient, and make it one opaque node of compiled graphs.
+
+    Function and gradient get autograd's context first. Arguments are passed by position and may be lists, whose lengths
+    are in `ctx.lengths`. `backward` returns a gradient for each argument: None for any without one, a list for a list
+    of tensors. It may leave out those at the end.
+    """
+
+    def decorate(function: Callable[Concatenate[Any, P], R]) -> Callable[P, R]:
+        def forward(ctx: Any, lengths: list[int | None], *flat: Any) -> R:
+            ctx.lengths = lengths
+            return function(ctx, *grouped(flat, lengths))  # type: ignore[call-arg]
+
+        @once_differentiable  # type: ignore[untyped-decorator]
+        def differentiate(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            flat: list[Any] = []
+            for n, g in zip_longest(ctx.lengths, backward(ctx, *gradients)):
+                flat += [g] if n is None else [None] * n if g is None else g
+            return None, *flat
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        node: Any = type(function.__name__, (torch.autograd.Function,), methods)
+
+        def apply(*args: P.args, **_: P.kwargs) -> R:
+            lengths = [len(value) if isinstance(value, list | tuple) else None for value in args]
+            flat = [part for value in args for part in (value if isinstance(value, list | tuple) else [value])]
+            result: R = node.apply(lengths, *flat)
+            return result
+
+        return _in_graph(apply)
+
+    return decorate
+
+
+def grouped(flat: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:
+    """Values and lists of values, from all of them in one row; None is a single value."""
+    values = iter(flat)
+    return [next(values) if n is None else list(islice(values, n)) for n in lengths]
+
+
+def _in_graph(function: Callable[P, R]) -> Callable[P, R]:
     if DYNAMO in sys.modules:
         return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return, no-untyped-call]
     _waiting.append(function)
     return function
-
-
-def opaque(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The `apply` of an autograd function as one opaque node of compiled graphs."""
-
-    def apply(*args: Any) -> Any:
-        return function.apply(*args)
-
-    return in_graph(apply)
 
 
 class _Watch(MetaPathFinder):

@@ -11,16 +11,16 @@ matrix: for heads of 128, five and a half times as much as v.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.library import differentiate
 from residua.ops._runtime.numeric import begins
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops.delta_rule import launch
 from residua.ops.delta_rule.reference import PerChannel, check_shapes, in_chunks, initial_state
 
@@ -34,8 +34,7 @@ def delta_rule(
     first = None if segments is None else begins(v, segments).to(torch.uint8)
     inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, last = _delta(*inputs, first, keep)
-    return o, last
+    return _delta(*inputs, first, keep)
 
 
 gated_delta, kimi_delta = partial(delta_rule, False), partial(delta_rule, True)
@@ -46,41 +45,34 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.step`, without gradients; overwrites a state that is float32 and dense."""
     state = initial_state(k, v, state).contiguous()
-    o: Tensor = launch.step(q, k, v, g.float(), beta.float(), state)
-    return o, state
+    return launch.step(q, k, v, g.float(), beta.float(), state), state
 
 
-class _Delta(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
-        first: Tensor | None, keep: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, last, *saved = launch.forward(q, k, v, g, beta, first, state, keep)
-        ctx.from_state = state is not None
-        ctx.save_for_backward(q, k, v, *saved)
-        ctx.set_materialize_grads(False)
-        return o, last
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, *saved = ctx.saved_tensors
-        if d_o is None and d_last is None:
-            return (None,) * 8
-        d_o = torch.zeros_like(v) if d_o is None else d_o
-        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, saved, ctx.from_state)
-        # each key head serves a run of value heads
-        dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
-        return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
+def _delta_backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> Sequence[Tensor | None]:
+    q, k, v, *saved = ctx.saved_tensors
+    if d_o is None and d_last is None:
+        return ()
+    d_o = torch.zeros_like(v) if d_o is None else d_o
+    dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, saved, ctx.from_state)
+    # each key head serves a run of value heads
+    dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
+    return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None
 
 
-_delta = opaque(_Delta)
+@differentiable(_delta_backward)
+def _delta(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, first: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    o, last, *saved = launch.forward(q, k, v, g, beta, first, state, keep)
+    ctx.from_state = state is not None
+    ctx.save_for_backward(q, k, v, *saved)
+    ctx.set_materialize_grads(False)
+    return o, last
 
 
 def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    of_keys, of_queries = launch.products(k.contiguous(), q.contiguous(), total.contiguous())
-    return of_keys, of_queries
+    return launch.products(k.contiguous(), q.contiguous(), total.contiguous())
 
 
 class _FusedPerChannel(PerChannel):
@@ -96,16 +88,9 @@ def kimi_delta_by_products(
     return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
 
 
-def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
+@differentiate(launch.products)
 def _differentiate_products(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = launch.products_backward(d_keys, d_queries, *ctx.saved_tensors)
-    return gradients
-
-
-differentiate(launch.products, _differentiate_products, _save_products)
+    return launch.products_backward(d_keys, d_queries, *ctx.saved_tensors)
 
 
 def delta_mixer(
@@ -123,34 +108,27 @@ def delta_mixer(
     first = None if segments is None else begins(projected, segments).to(torch.uint8)
     inputs = projected, g.float(), beta.float(), convolution, gain
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    y, last = _delta_mixer(*inputs, first, key_heads, eps, keep)
+    return _delta_mixer(*inputs, first, key_heads, eps, keep)
+
+
+def _delta_mixer_backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> Sequence[Tensor]:
+    if dy is None and d_last is None:
+        return ()
+    projected, convolution, gain, first, *saved = ctx.saved_tensors
+    dy = torch.zeros_like(saved[3]) if dy is None else dy
+    *gradients, d_convolution, d_gain = launch.mixer_backward(
+        dy, d_last, projected, convolution, gain, first, saved, ctx.eps
+    )
+    return *gradients, d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
+
+
+@differentiable(_delta_mixer_backward)
+def _delta_mixer(
+    ctx: Any, projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
+    key_heads: int, eps: float, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, last, *saved = launch.mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
+    ctx.save_for_backward(projected, convolution, gain, first, *saved)
+    ctx.eps = eps
+    ctx.set_materialize_grads(False)
     return y, last
-
-
-class _DeltaMixer(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
-        key_heads: int, eps: float, keep: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, *saved = launch.mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
-        ctx.save_for_backward(projected, convolution, gain, first, *saved)
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        return y, last
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None and d_last is None:
-            return (None,) * 9
-        projected, convolution, gain, first, *saved = ctx.saved_tensors
-        dy = torch.zeros_like(saved[3]) if dy is None else dy
-        *gradients, d_convolution, d_gain = launch.mixer_backward(
-            dy, d_last, projected, convolution, gain, first, saved, ctx.eps
-        )
-        d_weights = d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
-        return *gradients, *d_weights, None, None, None, None
-
-
-_delta_mixer = opaque(_DeltaMixer)

@@ -8,13 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_last, dense_like, next_power_of_2
+from residua.ops._runtime.launch import Kernels, aligned, cdiv, dense_last, dense_like, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, shared_memory
-from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
 from residua.ops.delta_rule.reference import BLOCKS, CHUNK
 from residua.ops.gated_output import launch as output_launch
 from residua.ops.short_convolution import launch as convolution_launch
+
+kernels = Kernels("residua.ops.delta_rule.kernels")
+kernels_backward = Kernels("residua.ops.delta_rule.kernels_backward")
+kernels_channels = Kernels("residua.ops.delta_rule.kernels_channels")
 
 RATES = 6
 """Numbers per token that `chunk_kernel` computes for the other kernels."""

@@ -70,7 +70,7 @@ def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> 
         first, readers = int(plan.goes_on(k + 1)), len(plan.own_readers[k + 1])
         stats.append(handles.pop(first + readers))
         gradients.append(handles.pop(first))
-    h = autograd.read(torch.compiler.is_compiling(), h, lse, gradients, stats)
+    h = autograd.read(gradients, stats, h, lse, torch.compiler.is_compiling())
     after = [u, parts, chain, *partial]
     for start, stop in table.unchanged:
         after += state[start:stop]
@@ -133,5 +133,5 @@ def _fork(
     onward = [source[3] for source in before]
     led = [t for source in before for t in source[:3]] if s in plan.leads else []
     return autograd.make_handles(
-        y, chain, *source, u, plan.readers[s][0], len(plan.own_readers[s]), plan.goes_on(s), onward, led
+        y, chain, onward, led, *source, u, plan.readers[s][0], len(plan.own_readers[s]), plan.goes_on(s)
     )

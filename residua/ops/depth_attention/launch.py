@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, extent, next_power_of_2
+from residua.ops._runtime.launch import Kernels, addresses, aligned, cdiv, dense_like, extent, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED
 from residua.ops.depth_attention.plan import MAX_FUSED_READERS
@@ -27,19 +25,9 @@ from residua.ops.depth_attention.tiles import (
     stack_tile,
 )
 
-
-class _Kernels(NamedTuple):
-    forward: Any
-    backward: Any
-    block: Any
-
-
-@cache
-def _kernels() -> _Kernels:
-    """The kernel modules; Triton is imported when the first kernel runs."""
-    from residua.ops.depth_attention import kernels, kernels_backward, kernels_block
-
-    return _Kernels(kernels, kernels_backward, kernels_block)
+kernels = Kernels("residua.ops.depth_attention.kernels")
+kernels_backward = Kernels("residua.ops.depth_attention.kernels_backward")
+kernels_block = Kernels("residua.ops.depth_attention.kernels_block")
 
 
 def row_address(scores: Tensor, index: int) -> int:
@@ -90,7 +78,7 @@ def _launch_scores(
         return
     y = aligned(y)
     tile = scores_tile(width, len(z), u, tokens)
-    _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+    kernels.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
         y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
         tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
     )  # fmt: skip
@@ -107,7 +95,7 @@ def depth_mix(
     if tokens:
         tile = mix_tile(width)
         sources = [aligned(v) for v in sources]
-        _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+        kernels.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
             addresses(sources, [*map(row_address, scores, rows)]), h, lse,
             tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
         )  # fmt: skip
@@ -126,10 +114,10 @@ def depth_mix_group(
         sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
         first = [*map(row_address, scores, rows)]
         table = addresses(sources, [*(o.data_ptr() for o in h), *first])
-        _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
+        kernels.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
             table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
         )
-        _kernels().forward.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
+        kernels.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
             table, weights, h[0], tokens, count, length, READERS=readers, **tile
         )
 
@@ -147,7 +135,7 @@ def depth_sum_read(
     if tokens:
         tile = row_tile(width)
         sources = [aligned(s) for s in sources]
-        _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+        kernels.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
             addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
             v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
         )  # fmt: skip
@@ -161,7 +149,7 @@ def depth_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Iterator[Tensor]:
     width, tokens = extent(h)
     if tokens:
         tile = row_tile(width)
-        _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+        kernels_backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
             aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
         )
 
@@ -195,7 +183,7 @@ def _few_readers_gradient(
     tile = piece_tile(v, len(dh))
     parts, tiles = shares(v, cdiv(tokens, tile["TOKENS"]), per_core=8 / tile.get("num_warps", 1))
     du_parts = u.new_empty(parts, len(dh), width)
-    _kernels().backward.few_readers_backward_kernel[(parts,)](
+    kernels_backward.few_readers_backward_kernel[(parts,)](
         addresses(dh, [s.data_ptr() for s in stats]), v, v if onward is None else onward, z, rstd, u, dv, du_parts,
         tokens, first, z.stride(0), tiles, READERS=len(dh), ADD=onward is not None, **tile,
     )  # fmt: skip
@@ -211,7 +199,7 @@ def _many_readers_gradient(
     slopes, pull = v.new_empty(1, len(dh), z.shape[1]), torch.empty_like(rstd)[None]
     slopes[..., tokens:] = 0
     table = addresses(dh, [*(s.data_ptr() for s in stats), v.data_ptr(), dv.data_ptr()])
-    _kernels().backward.mix_backward_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+    kernels_backward.mix_backward_kernel[(cdiv(tokens, tile["TOKENS"]),)](
         table, v, v if onward is None else onward, z, rstd,
         dv, slopes, pull, tokens, len(dh), z.stride(0), ADD=onward is not None, UNROLL=UNROLL, **tile,
     )  # fmt: skip
@@ -242,14 +230,13 @@ def depth_block_gradient(
     table = addresses(
         dh, [*pointers, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
     )
-    run = _kernels().block
-    run.block_weights_kernel[(few,)](
+    kernels_block.block_weights_kernel[(few,)](
         table, weights, tokens, count, length, SOURCES=size, SIZE=_numbers(size), **NUMBERS
     )
-    run.block_backward_kernel[(cdiv(tokens, tile["TOKENS"]), parts)](
+    kernels_block.block_backward_kernel[(cdiv(tokens, tile["TOKENS"]), parts)](
         table, values[0], weights, dots, tokens, count, length, SOURCES=size, **tile
     )
-    run.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
+    kernels_block.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
         table, weights, dots, slopes, pull, tokens, count, length,
         C=width, PARTS=parts, SOURCES=size, PADDED=next_power_of_2(size), **SLOPES,
     )  # fmt: skip
@@ -268,7 +255,7 @@ def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: 
     blocks, per_core = cdiv(width, tile["COLUMNS"]), 2 if tile.get("num_warps") == 8 else 3
     parts, tiles = shares(v, cdiv(tokens, tile["TOKENS"]), per_core / blocks)
     du_parts = u.new_empty(parts, count, width)
-    _kernels().block.scores_backward_kernel[(blocks, parts)](
+    kernels_block.scores_backward_kernel[(blocks, parts)](
         table, v, slopes, pull, u, du_parts, tokens, first, count, length, tiles, SOURCES=size, **tile
     )
     return du_parts
@@ -277,7 +264,7 @@ def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: 
 def _add_parts(du_parts: Tensor, du: Tensor | None, new_du: Tensor, first: int) -> None:
     parts, count, width = du_parts.shape
     block = 4096 if INTERPRETED else 32
-    _kernels().backward.add_parts_kernel[(cdiv(new_du.numel(), block),)](
+    kernels_backward.add_parts_kernel[(cdiv(new_du.numel(), block),)](
         du_parts, du_parts if du is None else du, new_du, new_du.numel(), first * width, count * width, parts,
         ADD=du is not None, PARTS=64 if parts <= 64 else 256, BLOCK=block,
     )  # fmt: skip
@@ -294,7 +281,7 @@ def depth_attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> Iterator[t
     if tokens:
         sources = [aligned(v) for v in sources]
         tile = row_tile(width)
-        _kernels().forward.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
+        kernels.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
             addresses(sources, ()), aligned(u), h, lse, scores, rstd,
             tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
         )  # fmt: skip
@@ -315,7 +302,7 @@ def depth_attend_backward(
     tile = row_tile(width)
     parts, tiles = shares(h, cdiv(tokens, tile["TOKENS"]), per_core=16)
     du_parts = u.new_empty(parts, width)
-    _kernels().backward.attend_backward_kernel[(parts,)](
+    kernels_backward.attend_backward_kernel[(parts,)](
         addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
         tokens, len(sources), pitch(tokens), tiles, **tile,
     )  # fmt: skip

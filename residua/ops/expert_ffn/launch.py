@@ -16,20 +16,20 @@ the rows, so nothing waits for the GPU, and a step with experts can be captured 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import triton_support
-from residua.ops._runtime.launch import aligned, cdiv, either, next_power_of_2
+from residua.ops._runtime.launch import Kernels, aligned, cdiv, either, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
-from residua.ops._runtime.tracing import opaque
-from residua.ops.expert_ffn import kernels
+from residua.ops._runtime.tracing import differentiable
 from residua.ops.expert_ffn.reference import GATED
+
+kernels = Kernels("residua.ops.expert_ffn.kernels")
 
 
 class TilePlan(NamedTuple):
@@ -204,44 +204,38 @@ def expert_ffn(
         order = weights = None
     else:
         order = order.to(torch.int32)
-    y: Tensor = _expert_ffn(x, up, out, weights, order, ends, activation, keep)
-    return y
+    return _expert_ffn(x, up, out, weights, order, ends, activation, keep)
 
 
-class _ExpertFFN(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, up: Tensor, out: Tensor, weights: Tensor | None, order: Tensor | None, ends: Tensor,
-        activation: str, keep: bool,
-    ) -> Tensor:  # fmt: skip
-        choices = 1 if weights is None else weights.shape[1]
-        flat = None if weights is None else weights.reshape(-1)
-        tiles = expert_tiles(x, ends, len(x) * choices)
-        squared = activation == "relu2"
-        a, z = expert_up(x, up, order, tiles, flat, activation, choices, keep and not squared)
-        y = expert_product(a, out, order, tiles, False)
-        ctx.save_for_backward(x, up, out, weights, order, ends, tiles, a if squared else z)
-        ctx.activation, ctx.choices = activation, choices
-        return _by_token(y, choices)
+def _expert_ffn_backward(ctx: Any, g: Tensor) -> Sequence[Tensor | None]:
+    x, up, out, weights, order, ends, tiles, saved = ctx.saved_tensors
+    choices = ctx.choices
+    flat = None if weights is None else weights.reshape(-1)
+    g = g.to(x.dtype).contiguous()
+    g_z, a, dots = expert_slope(g, out, order, tiles, flat, saved, ctx.activation, choices)
+    a = saved if ctx.activation == "relu2" else a
+    g_out, g_up = expert_weight_gradients(g, a, g_z, x, order, ends, choices)
+    g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
+    g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)
+    return g_x, g_up, g_out, g_weights
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, out, weights, order, ends, tiles, saved = ctx.saved_tensors
-        choices = ctx.choices
-        flat = None if weights is None else weights.reshape(-1)
-        g = g.to(x.dtype).contiguous()
-        g_z, a, dots = expert_slope(g, out, order, tiles, flat, saved, ctx.activation, choices)
-        a = saved if ctx.activation == "relu2" else a
-        g_out, g_up = expert_weight_gradients(g, a, g_z, x, order, ends, choices)
-        g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
-        g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)
-        return g_x, g_up, g_out, g_weights, None, None, None, None
+
+@differentiable(_expert_ffn_backward)
+def _expert_ffn(
+    ctx: Any, x: Tensor, up: Tensor, out: Tensor, weights: Tensor | None, order: Tensor | None, ends: Tensor,
+    activation: str, keep: bool,
+) -> Tensor:  # fmt: skip
+    choices = 1 if weights is None else weights.shape[1]
+    flat = None if weights is None else weights.reshape(-1)
+    tiles = expert_tiles(x, ends, len(x) * choices)
+    squared = activation == "relu2"
+    a, z = expert_up(x, up, order, tiles, flat, activation, choices, keep and not squared)
+    y = expert_product(a, out, order, tiles, False)
+    ctx.save_for_backward(x, up, out, weights, order, ends, tiles, a if squared else z)
+    ctx.activation, ctx.choices = activation, choices
+    return _by_token(y, choices)
 
 
 def _by_token(y: Tensor, choices: int) -> Tensor:
     """Sum over the slots of each token, in y's dtype: autocast would return float32."""
     return y if choices == 1 else y.unflatten(0, (-1, choices)).sum(1, dtype=y.dtype)
-
-
-_expert_ffn = opaque(_ExpertFFN)

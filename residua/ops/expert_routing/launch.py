@@ -5,19 +5,19 @@ The backward pass needs only logits and choices, a few floats per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import Kernels, aligned, cdiv, dense_like, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
-from residua.ops.expert_routing import kernels
 from residua.ops.expert_routing.reference import Routed
+
+kernels = Kernels("residua.ops.expert_routing.kernels")
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -116,24 +116,18 @@ def route(
     return Routed(*_route(x, weight, bias, top_k, normalize, score == "sigmoid", scale))
 
 
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool,
-        scale: float,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        *routed, logits = forward(x, weight, bias, top_k, normalize, sigmoid, scale)
-        _, chosen, order, ends, load, _, _ = routed
-        ctx.save_for_backward(x, weight, logits, chosen)
-        ctx.settings = normalize, sigmoid, scale
-        ctx.mark_non_differentiable(chosen, order, ends, load)
-        return tuple(routed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        g_weights, *_, g_probability, g_z = g
-        return *backward(g_weights, g_probability, g_z, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+def _route_backward(ctx: Any, *g: Tensor) -> Sequence[Tensor]:
+    g_weights, *_, g_probability, g_z = g
+    return backward(g_weights, g_probability, g_z, *ctx.saved_tensors, *ctx.settings)
 
 
-_route = opaque(_Route)
+@differentiable(_route_backward)
+def _route(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
+) -> tuple[Tensor, ...]:
+    *routed, logits = forward(x, weight, bias, top_k, normalize, sigmoid, scale)
+    _, chosen, order, ends, load, _, _ = routed
+    ctx.save_for_backward(x, weight, logits, chosen)
+    ctx.settings = normalize, sigmoid, scale
+    ctx.mark_non_differentiable(chosen, order, ends, load)
+    return tuple(routed)

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, cdiv, dense_like, device_guard, either
+from residua.ops._runtime.launch import Kernels, addresses, cdiv, dense_like, device_guard, either, triton_type
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
-from residua.ops.fp8_codes import kernels
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2, EMPTY_SCALE, EncodedWeight
+
+kernels = Kernels("residua.ops.fp8_codes.kernels")
 
 TRANSPOSE = "RESIDUA_FP8_TRANSPOSE"
 """The environment variable that, set to 1, transposes the codes of weights on a kernel. It has not run on a GPU yet."""
@@ -41,7 +41,6 @@ class Tiling(NamedTuple):
 # The fastest of seven on an H200, over widths of 1,280 to 8,192 (docs/lab/kernels.md). One program per block is 1 to 5
 # percent faster still from 6,144 on, but torch.compile launches two reductions for more than 8,192 maxima.
 TILINGS = {"values": Tiling(1024, 4, 16), "squares": Tiling(2048, 4, 8), "slopes": Tiling(4096, 8, 4)}
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> None:
@@ -54,7 +53,7 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
         codes, turned, scales = zip(*(encoded for _, encoded in group), strict=True)
         table = addresses([w for w, _ in group], [t.data_ptr() for t in (*codes, *scales)])
         bits = torch.zeros(count, dtype=torch.int32, device=first.device)
-        sizes = {"W": _TYPES[dtype], "BLOCK": BLOCK, "num_warps": 8}
+        sizes = {"W": triton_type(dtype), "BLOCK": BLOCK, "num_warps": 8}
         with device_guard(first):
             kernels.largest_kernel[(cdiv(size, BLOCK), count)](table, bits, size, **sizes)
             kernels.encode_kernel[(cdiv(size, BLOCK), count)](

@@ -5,18 +5,18 @@ Stored for backward: x, and one float and RANK numbers per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import Kernels, cdiv, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
-from residua.ops.gated_norm import kernels
+
+kernels = Kernels("residua.ops.gated_norm.kernels")
 
 PITCH = 256
 """Rows of the prepared matrices are padded to a multiple of this, so that no block needs a mask."""
@@ -149,23 +149,16 @@ def padded(down: Tensor) -> int:
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
     """The fused twin of `reference.gated_norm`; its predicate guarantees one sigmoid gate per channel."""
-    rows = x.reshape(-1, x.shape[-1])
-    gated: Tensor = _gated_norm(rows, weight, down, up, eps)
-    return gated.reshape(x.shape)
+    return _gated_norm(x.reshape(-1, x.shape[-1]), weight, down, up, eps).reshape(x.shape)
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        out, small, rstd, bottleneck = forward(x, weight, down, up, eps)
-        ctx.save_for_backward(x, weight, down, up, small, rstd, bottleneck)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(g.contiguous(), *ctx.saved_tensors), None
+def _gated_norm_backward(ctx: Any, g: Tensor) -> Sequence[Tensor]:
+    return backward(g.contiguous(), *ctx.saved_tensors)
 
 
-_gated_norm = opaque(_GatedNorm)
+@differentiable(_gated_norm_backward)
+def _gated_norm(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out, small, rstd, bottleneck = forward(x, weight, down, up, eps)
+    ctx.save_for_backward(x, weight, down, up, small, rstd, bottleneck)
+    return out

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, sum_rows
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.gated_output import kernels
+
+kernels = Kernels("residua.ops.gated_output.kernels")
 
 
 class RowPlan(NamedTuple):
@@ -82,19 +83,11 @@ def _dense(x: Tensor) -> Tensor:
 
 def gated_output(o: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-6, gate: str = "silu") -> Tensor:
     """The fused twin of `reference.gated_output`."""
-    y: Tensor = forward(o, z, weight, eps, gate)
-    return y
+    return forward(o, z, weight, eps, gate)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.eps, ctx.gate = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+@differentiate(forward)
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
     o, z, weight = ctx.saved_tensors
-    d_o, d_z, d_weight = backward(dy, o, z, weight, ctx.eps, ctx.gate)
-    return d_o, d_z, d_weight.to(weight.dtype), None, None
-
-
-differentiate(forward, _differentiate, _save)
+    d_o, d_z, d_weight = backward(dy, o, z, weight, *ctx.settings)
+    return d_o, d_z, d_weight.to(weight.dtype)

@@ -5,20 +5,20 @@ Stored for backward: X', y, inj, and per token n floats, inj' and n·(RANK + 16)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from residua.ops._runtime.launch import cdiv, dense_like, device_guard, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, dense_like, device_guard, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.gated_norm.launch import TilePlan
-from residua.ops.gated_residual import kernels
+
+kernels = Kernels("residua.ops.gated_residual.kernels")
 
 FACTORS = 16
 """Rows of the kernels' matrices for W_inj, padded for matrix products, after RANK rows of W_down and before U's."""
@@ -115,23 +115,18 @@ def gated_residual(
     return made[:2] if inject is None else made
 
 
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, streams: Tensor, injection: Tensor, update: Tensor, weight: Tensor, matrices: Tensor, eps: float
-    ) -> tuple[Tensor, ...]:
-        injection, update, matrices = injection.contiguous(), update.contiguous(), matrices.to(streams.dtype)
-        made = forward(streams.contiguous(), injection, update, weight, matrices, eps)
-        ctx.mark_non_differentiable(*made[3:])
-        ctx.save_for_backward(injection, update, weight, matrices, *made[1:])
-        return tuple(made)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, g_after: Tensor, g_factors: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        given = (x.contiguous() for x in (g, g_after, g_factors))
-        *g_inputs, g_weights = backward(*given, *ctx.saved_tensors)
-        return *g_inputs, g_weights[0], g_weights[1:], None
+def _step_backward(ctx: Any, g: Tensor, g_after: Tensor, g_factors: Tensor, *_: Tensor) -> Sequence[Tensor]:
+    given = (x.contiguous() for x in (g, g_after, g_factors))
+    *g_inputs, g_weights = backward(*given, *ctx.saved_tensors)
+    return *g_inputs, g_weights[0], g_weights[1:]
 
 
-_step = opaque(_Step)
+@differentiable(_step_backward)
+def _step(
+    ctx: Any, streams: Tensor, injection: Tensor, update: Tensor, weight: Tensor, matrices: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    injection, update, matrices = injection.contiguous(), update.contiguous(), matrices.to(streams.dtype)
+    made = forward(streams.contiguous(), injection, update, weight, matrices, eps)
+    ctx.mark_non_differentiable(*made[3:])
+    ctx.save_for_backward(injection, update, weight, matrices, *made[1:])
+    return tuple(made)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops._runtime.library import differentiate
+from residua.ops._runtime.library import differentiate, save_inputs
 from residua.ops.hyper_connection import launch
 from residua.ops.hyper_connection.reference import Norm
 
@@ -58,8 +58,7 @@ def manifold_weights(
     logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.manifold_weights`."""
-    post, mix = launch.write_weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
-    return post, mix
+    return launch.write_weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
@@ -76,28 +75,24 @@ def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(*tensors, output[0], *output[2:5])
 
 
+@differentiate(launch.step, _save_step)
 def _differentiate_step(
     ctx: Any, g_after: Tensor | None, g_hidden: Tensor | None, g_logits: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     streams, update, post, mix, bias, scale, phi, after, logits, rstd, weights = ctx.saved_tensors
     g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
     g_logits = None if ctx.norm == "none" else g_logits
-    g_streams, g_update, g_post, g_mix, g_pre, g_z, _ = launch.step_backward(
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = launch.step_backward(
         g_hidden, g_after, g_logits, streams, update, post, mix, scale, phi, logits, rstd, weights, ctx.norm
-    )
+    )[:6]
     g_scale, g_phi = None, None
     if ctx.norm != "none":
         scaled = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
         g_scale = (g_pre * scaled).sum().to(scale.dtype)
         normed, dz = after.reshape(-1, phi.shape[1]), g_z.reshape(-1, len(phi))
         g_phi = launch.phi_gradient(dz, normed).to(phi.dtype)
-    return (
-        g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.sum(0).to(bias.dtype), g_scale, g_phi,
-        None, None, None, None,
-    )  # fmt: skip
-
-
-differentiate(launch.step, _differentiate_step, _save_step)
+    g_bias = g_pre.sum(0).to(bias.dtype)
+    return g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_bias, g_scale, g_phi
 
 
 def _save_single_pass(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -107,6 +102,7 @@ def _save_single_pass(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.save_for_backward(*tensors, after, logits, rstd)
 
 
+@differentiate(launch.single_pass_step, _save_single_pass)
 def _differentiate_single_pass(
     ctx: Any, g_after: Tensor | None, g_hidden: Tensor | None, g_logits: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
@@ -117,23 +113,17 @@ def _differentiate_single_pass(
         g_hidden, g_after, g_logits, *inputs, logits, rstd
     )
     g_phi = launch.phi_gradient(g_z.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1])).to(phi.dtype)
-    return g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.to(pre.dtype), g_phi, None
-
-
-differentiate(launch.single_pass_step, _differentiate_single_pass, _save_single_pass)
+    return g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.to(pre.dtype), g_phi
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.streams, ctx.iterations = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    save_inputs(ctx, inputs, output)
 
 
-def _differentiate_weights(ctx: Any, g_post: Tensor | None, g_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+@differentiate(launch.write_weights, _save_weights)
+def _differentiate_weights(ctx: Any, g_post: Tensor | None, g_mix: Tensor | None) -> tuple[Tensor, ...]:
     logits, scale, bias = ctx.saved_tensors
-    g_logits, total = launch.weights_backward(g_post, g_mix, logits, scale, bias, ctx.streams, ctx.iterations)
+    g_logits, total = launch.weights_backward(g_post, g_mix, logits, scale, bias, *ctx.settings)
     g_scale, g_bias = total.split((len(scale), len(bias)))
-    return g_logits, g_scale.to(scale.dtype), g_bias.to(bias.dtype), None, None
-
-
-differentiate(launch.write_weights, _differentiate_weights, _save_weights)
+    return g_logits, g_scale.to(scale.dtype), g_bias.to(bias.dtype)

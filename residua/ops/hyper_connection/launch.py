@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weights
+
+kernels = Kernels("residua.ops.hyper_connection.kernels")
+kernels_backward = Kernels("residua.ops.hyper_connection.kernels_backward")
+kernels_weights = Kernels("residua.ops.hyper_connection.kernels_weights")
 
 
 class Tile(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime.launch import (
+    Kernels,
     addresses,
     aligned,
     cdiv,
@@ -26,12 +27,14 @@ from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 from residua.ops.depth_attention.launch import depth_mix_group, depth_scores, depth_sum_scores, row_address
 from residua.ops.depth_attention.tiles import UNROLL, narrow, row_tile
-from residua.ops.inference import kernels_junctions, kernels_sublayers
 from residua.ops.inference.reference import GATED, KEY_EPS, Gains, Queries, Streams
 from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.launch import forward_plan
 from residua.ops.norm_rotate.launch import FORWARD
 from residua.ops.rms_norm.launch import forward as rms_norm
+
+kernels_junctions = Kernels("residua.ops.inference.kernels_junctions")
+kernels_sublayers = Kernels("residua.ops.inference.kernels_sublayers")
 
 FEW_ROWS = 256
 """Up to this many rows, programs are so few that their latency limits speed, not the bytes they move."""
@@ -67,7 +70,7 @@ def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> Iterator[t
 def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.add_norm`; many rows use training's kernel."""
     if len(y) <= FEW_ROWS:
-        return _add_norm(base, y, weight, eps)  # type: ignore[no-any-return]
+        return _add_norm(base, y, weight, eps)
     normed, _, h = rms_norm(base, weight, eps, y)
     return normed, h
 
@@ -246,7 +249,7 @@ def _turn_heads(
 def turn_heads(
     projected: Tensor, heads: int, kv_heads: int, gains: Gains | None, cos: Tensor, sin: Tensor, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    return _turn_heads(projected, heads, kv_heads, gains or (), cos, sin, eps)  # type: ignore[no-any-return]
+    return _turn_heads(projected, heads, kv_heads, gains or (), cos, sin, eps)
 
 
 @launcher("enter_cache", mutates=("keys", "values"))
@@ -276,9 +279,7 @@ def enter_cache(
     projected: Tensor, heads: int, gains: Gains | None, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     positions: Tensor | None = None, mixing: Mixing | None = None, *, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    mixed = list(mixing or ())
-    q: Tensor = _enter_cache(projected, heads, gains or (), cos, sin, keys, values, positions, mixed, eps)
-    return q
+    return _enter_cache(projected, heads, gains or (), cos, sin, keys, values, positions, list(mixing or ()), eps)
 
 
 @launcher("decode_attention")

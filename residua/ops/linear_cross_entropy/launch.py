@@ -378,19 +378,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, agai
     ctx.set_materialize_grads(False)
 
 
+def _save_fp8(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, *_, targets, z_loss, ignore_index, _, _ = inputs
+    _save(ctx, (hidden, weight, None, targets, z_loss, ignore_index), output, again=False)
+
+
+@differentiate(forward, _save)
 def _differentiate(
     ctx: Any, g_loss: Tensor | None, g_z: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     _refuse_second(others)
     if g_loss is None and g_z is None:
-        return (None,) * 6
+        return ()
     targets, lse, p_weight, p_hidden, *again = ctx.saved_tensors
     g_loss, g_z = (lse.new_zeros(()) if g is None else g for g in (g_loss, g_z))
     if ctx.z_loss == 0 or g_loss is g_z:
-        return *_scaled(ctx, g_loss, targets, lse, p_weight, p_hidden), None, None, None, None
+        return _scaled(ctx, g_loss, targets, lse, p_weight, p_hidden)
     hidden, weight = again
     saved = (hidden, weight.to(hidden.dtype), targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
-    return *backward(g_loss, g_z, *saved), None, None, None, None
+    return backward(g_loss, g_z, *saved)
 
 
 def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
@@ -401,16 +407,11 @@ def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
         )
 
 
-differentiate(forward, _differentiate, _save)
-
-
-def _differentiate_trained(
-    ctx: Any, g: Tensor | None, _: Tensor | None, *others: Tensor | None
-) -> tuple[Tensor | None, ...]:
+@differentiate(fp8_forward, _save_fp8)
+@differentiate(training_forward, partial(_save, again=False))
+def _differentiate_trained(ctx: Any, g: Tensor | None, _: Tensor | None, *others: Tensor | None) -> tuple[Tensor, ...]:
     _refuse_second(others)
-    if g is None:
-        return (None,) * 6
-    return *_scaled(ctx, g, *ctx.saved_tensors), None, None, None, None
+    return () if g is None else _scaled(ctx, g, *ctx.saved_tensors)
 
 
 def _scaled(
@@ -425,33 +426,12 @@ def _scaled(
     return g_hidden, (p_hidden * share).to(ctx.weight_dtype)
 
 
-differentiate(training_forward, _differentiate_trained, partial(_save, again=False))
-
-
-def _save_fp8(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, *_, targets, ctx.z_loss, ctx.ignore_index, _, _ = inputs
-    ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(targets, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_fp8(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    g_hidden, g_weight, *_ = _differentiate_trained(ctx, *gradients)
-    return g_hidden, g_weight, *[None] * 10
-
-
-differentiate(fp8_forward, _differentiate_fp8, _save_fp8)
-
-
 def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, cast, targets, _ = inputs
     ctx.weight_dtype = weight.dtype
     ctx.save_for_backward(hidden, cast, targets, *output)
 
 
-def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    g_hidden, g_weight = piece_backward(g_lse, g_picked, *ctx.saved_tensors, ctx.weight_dtype)
-    return g_hidden, g_weight, None, None, None
-
-
-differentiate(piece, _differentiate_piece, _save_piece)
+@differentiate(piece, _save_piece)
+def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    return piece_backward(g_lse, g_picked, *ctx.saved_tensors, ctx.weight_dtype)

@@ -12,14 +12,13 @@ computes their gradient instead (`shared.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import differentiable, grouped
 from residua.ops.mix_projection import launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
@@ -38,11 +37,11 @@ def mix_heads(
 ) -> tuple[Heads, tuple[Tensor, ...]]:
     """The fused twin of the reference."""
     plan = plan_sections(sections, list(anchors), gains is not None)
-    made = _apply(
-        plan, eps, projected, gamma, table, list(anchors.values()),
+    made = _mix_heads(
+        projected, gamma, table, list(anchors.values()),
         [per_head(anchor_scales[s]).expand(sections[s]) for s in anchors],
         [per_head(current_scales[s]).expand(sections[s]) for s in anchors],
-        gains or (), (),
+        gains or (), (), plan, eps,
     )  # fmt: skip
     return dict(zip(sections, made, strict=False)), made[len(sections) :]
 
@@ -59,10 +58,9 @@ def mix_projection(
     """The fused twin of the reference."""
     *_, heads, width = current.shape
     of_anchor, of_current = (per_head(scale).expand(heads, width) for scale in (anchor_scale, current_scale))
-    mixed, _ = _apply(
-        [0, heads, width, -1, 0], eps, current.reshape(1, -1, heads * width), None, (),
-        [anchor.reshape(1, -1, heads, width)], [of_anchor], [of_current], (),
-        () if norm_weight is None else (norm_weight,),
+    mixed, _ = _mix_heads(
+        current.reshape(1, -1, heads * width), None, (), [anchor.reshape(1, -1, heads, width)], [of_anchor],
+        [of_current], (), () if norm_weight is None else (norm_weight,), [0, heads, width, -1, 0], eps,
     )  # fmt: skip
     return mixed.reshape(current.shape)
 
@@ -80,62 +78,46 @@ def plan_sections(
     return plan
 
 
-@in_graph
-def _apply(
-    plan: launch.SectionPlan, eps: float, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor],
-    anchors: Sequence[Tensor], anchor_scales: Sequence[Tensor], current_scales: Sequence[Tensor],
-    gains: Sequence[Tensor], anchor_gains: Sequence[Tensor],
+def _mix_heads_backward(ctx: Any, *grads: Tensor | None) -> Sequence[Any]:
+    if all(g is None for g in grads):
+        return ()
+    inputs, sections = launch.Inputs(*grouped(ctx.saved_tensors, ctx.lengths[:8])), launch.sections(ctx.plan)
+    projected, gamma = inputs.projected, inputs.gamma
+    dy = [
+        projected.new_zeros((*projected.shape[:-1], s.heads, s.width)) if g is None else g
+        for s, g in zip(sections, grads, strict=False)
+    ]
+    passed = grads[len(sections) :]
+    later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
+    known = any(g is not None for g in passed)
+    d_projected, d_gamma, sums, *d_anchors = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
+    d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]
+    return (
+        d_projected,
+        None if gamma is None else d_gamma.to(gamma.dtype),
+        None,
+        d_anchors,
+        *grouped(d_rest, ctx.lengths[4:8]),
+    )
+
+
+@differentiable(_mix_heads_backward)
+def _mix_heads(
+    ctx: Any, projected: Tensor, gamma: Tensor | None, table: Sequence[Tensor], anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor], current_scales: Sequence[Tensor], gains: Sequence[Tensor],
+    anchor_gains: Sequence[Tensor], plan: launch.SectionPlan, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    groups = (table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    counts = [len(g) for g in groups]
-    made: tuple[Tensor, ...] = _MixHeads.apply(plan, eps, counts, projected, gamma, *(t for g in groups for t in g))
-    return made
-
-
-class _MixHeads(torch.autograd.Function):
     """Every section's heads, then the unchanged anchors for the next layer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, counts: list[int], projected: Tensor, gamma: Tensor | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.plan, ctx.eps, ctx.counts = plan, eps, counts
-        ctx.save_for_backward(projected, gamma, *tensors)
-        ctx.set_materialize_grads(False)
-        inputs = _inputs(projected, gamma, tensors, counts)
-        made = iter(launch.forward(*inputs, plan, eps))
-        heads = [
-            projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
-            for s in launch.sections(plan)
-        ]
-        return *heads, *(anchor.view_as(anchor) for anchor in inputs.anchors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        projected, gamma, *tensors = ctx.saved_tensors
-        if all(g is None for g in grads):
-            return (None,) * (5 + len(tensors))
-        inputs, sections = _inputs(projected, gamma, tensors, ctx.counts), launch.sections(ctx.plan)
-        lead = projected.shape[:-1]
-        dy = [
-            projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
-            for s, g in zip(sections, grads, strict=False)
-        ]
-        passed = grads[len(sections) :]
-        later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
-        known = any(g is not None for g in passed)
-        made = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
-        d_projected, d_gamma, sums, *d_anchors = made
-        d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
-        d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]
-        return None, None, None, d_projected, d_gamma, *[None] * len(inputs.table), *d_anchors, *d_rest
-
-
-def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], counts: Sequence[int]) -> launch.Inputs:
-    left = iter(tensors)
-    return launch.Inputs(projected, gamma, *(list(islice(left, count)) for count in counts))
+    groups = (table, anchors, anchor_scales, current_scales, gains, anchor_gains)
+    ctx.plan, ctx.eps = plan, eps
+    ctx.save_for_backward(projected, gamma, *chain.from_iterable(groups))
+    ctx.set_materialize_grads(False)
+    made = iter(launch.forward(projected, gamma, *groups, plan, eps))
+    heads = [
+        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+        for s in launch.sections(plan)
+    ]
+    return *heads, *(anchor.view_as(anchor) for anchor in anchors)
 
 
 def _summed(inputs: launch.Inputs) -> list[Tensor]:

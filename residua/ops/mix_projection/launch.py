@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, next_power_of_2
+from residua.ops._runtime.launch import Kernels, addresses, aligned, cdiv, dense_like, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.launch import sum_rows
+
+kernels = Kernels("residua.ops.mix_projection.kernels")
 
 
 class Tiling(NamedTuple):

@@ -40,13 +40,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from residua.ops._runtime.backend import chosen_backend
 from residua.ops._runtime.launch import handle
 from residua.ops._runtime.numeric import wide, working_dtype
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import differentiable, grouped
 from residua.ops._runtime.triton_support import supports
 from residua.ops.mix_projection import autograd, launch
 from residua.ops.mix_projection.reference import Heads, Sections, factors, per_head
@@ -84,7 +83,7 @@ def share(
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
     sources = [a.flatten(-2) for a in anchors.values()] if source is None else [source]
     found = [None if gains is None else gains.get(s) for s in anchors]
-    handles = _share(plan, eps, hidden, torch.stack(flat), found, sources)
+    handles = _share(torch.stack(flat), found, sources, plan, eps, hidden)
     return list(zip(*(handles[i : i + len(scales)] for i in range(0, len(handles), len(scales))), strict=True))
 
 
@@ -110,8 +109,10 @@ def mix_heads(
     plan = autograd.plan_sections(sections, list(anchors), gains is not None, gated=gated)
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values, dtype = [a.detach() for a in anchors.values()], working_dtype(x)
-    product = (x.to(dtype), weight.to(dtype))
-    made = _mix(plan, eps, product, network, list(handles), list(table), values, scales, list(gains or ()))
+    (of_dm, *of_quotients), (up, bias) = handles, network or (None, None)
+    made = _mix(
+        x.to(dtype), weight.to(dtype), up, bias, of_dm, of_quotients, table, values, scales, gains or (), plan, eps
+    )
     heads = dict(zip([s for s in sections if not (gated and s == "g")], made, strict=False))
     if not gated:
         return heads, None
@@ -135,7 +136,7 @@ class Gate(NamedTuple):
     scales: list[Tensor]
 
     def apply(self, o: Tensor) -> Tensor:
-        return _gate(self.plan, self.hidden, o, self.projected, self.gamma, self.handles, self.anchors, self.scales)
+        return _gate(o, self.handles, self.projected, self.gamma, self.anchors, self.scales, self.plan, self.hidden)
 
     def values(self) -> Tensor:
         """σ(m) [B, T, H, D]."""
@@ -155,70 +156,36 @@ def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
     return per_head(scale).expand(section)
 
 
-@in_graph
+def _share_backward(ctx: Any, *grads: Tensor | None) -> Sequence[Any]:
+    scales, gains, sources = grouped(ctx.saved_tensors, ctx.lengths[:3])
+    dm, quotients = (_known(grads[i : i + len(scales)]) for i in (0, len(scales)))
+    if not dm:
+        return ()
+    mixed = sorted((s for s in launch.sections(ctx.plan) if s.anchor >= 0), key=lambda s: s.anchor)
+    widths = [s.heads * s.width for s in mixed]
+    columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
+    anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
+    sums, d_anchors = launch.gather(dm, quotients, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+    by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
+    d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
+    d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
+    return sums[: len(scales)].to(scales.dtype), d_gains, d_sources
+
+
+@differentiable(_share_backward)
 def _share(
-    plan: launch.SectionPlan, eps: float, hidden: int, scales: Tensor, gains: list[Tensor | None],
-    sources: list[Tensor],
+    ctx: Any, scales: Tensor, gains: list[Tensor | None], sources: list[Tensor], plan: launch.SectionPlan, eps: float,
+    hidden: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, hidden, len(gains), scales, *gains, *sources)
-    return handles
-
-
-@in_graph
-def _mix(
-    plan: launch.SectionPlan, eps: float, product: tuple[Tensor, Tensor], network: tuple[Tensor, Tensor] | None,
-    handles: list[Tensor], table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    passed = (*product, *(network or (None, None)), *(handles if network else (*handles, None)))
-    tensors = (*table, *anchors, *scales, *gains)
-    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, len(anchors), *passed, *tensors)
-    return made
-
-
-@in_graph
-def _gate(
-    plan: launch.SectionPlan, hidden: int, o: Tensor, projected: Tensor, gamma: Tensor | None,
-    handles: Sequence[Tensor], anchors: list[Tensor], scales: list[Tensor],
-) -> Tensor:  # fmt: skip
-    of_dm, of_d_gamma = handles if len(handles) > 1 else (*handles, None)
-    gated: Tensor = _Gated.apply(plan, hidden, o, of_dm, of_d_gamma, projected, gamma, *anchors, *scales)
-    return gated
-
-
-class _Share(torch.autograd.Function):
     """The handles of all dm_l, then of all γ1_l/γ2_l. The anchors, before their norms, are one source or several."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, hidden: int, count: int, scales: Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        ctx.save_for_backward(scales, *tensors)
-        ctx.set_materialize_grads(False)
-        source: Any = tensors[count]
-        width = sum(s.heads * s.width for s in launch.sections(plan))
-        of_dm = [handle(source, (*source.shape[:2], width + hidden)) for _ in scales]
-        of_quotients = [handle(source, (*source.shape[:2], count), torch.float32) for _ in scales if hidden]
-        return *of_dm, *of_quotients
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        scales, *tensors = ctx.saved_tensors
-        gains, sources = tensors[: ctx.count], tensors[ctx.count :]
-        dm, quotients = (_known(grads[i : i + len(scales)]) for i in (0, len(scales)))
-        if not dm:
-            return (None,) * (5 + len(tensors))
-        mixed = sorted((s for s in launch.sections(ctx.plan) if s.anchor >= 0), key=lambda s: s.anchor)
-        widths = [s.heads * s.width for s in mixed]
-        columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
-        anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
-        sums, d_anchors = launch.gather(dm, quotients, anchors, gains, scales.float(), ctx.plan, ctx.eps)
-        by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
-        d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
-        d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
-        return None, None, None, None, sums[: len(scales)].to(scales.dtype), *d_gains, *d_sources
+    ctx.plan, ctx.eps = plan, eps
+    ctx.save_for_backward(scales, *gains, *sources)
+    ctx.set_materialize_grads(False)
+    lead = sources[0].shape[:2]
+    width = sum(s.heads * s.width for s in launch.sections(plan))
+    of_dm = [handle(sources[0], (*lead, width + hidden)) for _ in scales]
+    of_quotients = [handle(sources[0], (*lead, len(gains)), torch.float32) for _ in scales if hidden]
+    return *of_dm, *of_quotients
 
 
 def _known(gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -227,95 +194,78 @@ def _known(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     return [] if like is None else [torch.zeros_like(like) if g is None else g for g in gradients]
 
 
-class _Mix(torch.autograd.Function):
+def _mix_backward(ctx: Any, *grads: Tensor | None) -> Sequence[Any]:
+    if all(g is None for g in grads):
+        return ()
+    x, weight, projected, gamma, hidden, up, table, anchors, scales, gains = grouped(
+        ctx.saved_tensors, [None] * 6 + ctx.lengths[6:10]
+    )
+    sections = [s for s in launch.sections(ctx.plan) if not s.gates]
+    dy = [
+        projected.new_zeros((*projected.shape[:-1], s.heads, s.width)) if g is None else g
+        for s, g in zip(sections, grads, strict=False)
+    ]
+    begun = grads[len(sections) + (1 if gamma is None else 2) :]  # started by the gate
+    dm, d_gamma = launch.gradients(projected, gamma, 0 if up is None else up.shape[1])
+    if any(g is not None for g in begun):
+        dm, d_gamma = (*begun, d_gamma)[:2]  # type: ignore[assignment]
+    elif begun:
+        dm, d_gamma = dm.zero_(), d_gamma.zero_()
+    sums, d_network, quotients = launch.folded_backward(
+        dm, d_gamma, dy, projected, gamma, table, anchors, scales, gains, hidden, up, ctx.plan, ctx.eps
+    )
+    d_gains = [d.to(gain.dtype) for d, gain in zip(sums, gains, strict=True)]
+    d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
+    flat = launch.rows(dm)
+    dx, d_weight = (flat @ weight).view_as(x), flat.t() @ launch.rows(x)
+    return dx, d_weight, d_up, d_bias, dm, [] if gamma is None else [quotients], None, None, None, d_gains
+
+
+@differentiable(_mix_backward)
+def _mix(
+    ctx: Any, x: Tensor, weight: Tensor, up: Tensor | None, bias: Tensor | None, of_dm: Tensor,
+    of_quotients: Sequence[Tensor], table: Sequence[Tensor], anchors: Sequence[Tensor], scales: Sequence[Tensor],
+    gains: Sequence[Tensor], plan: launch.SectionPlan, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The heads of all sections but the gate. With a gate, also the projection and γ, and a handle for each, through
     which the gate's backward passes on the gradients that it has started.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, count: int, x: Tensor, weight: Tensor,
-        up: Tensor | None, bias: Tensor | None, dm: Tensor, of_quotients: Tensor | None, *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        columns = sum(s.heads * s.width for s in launch.sections(plan))
-        projected, hidden, gamma = linear(x, weight[:columns]), None, None
-        if up is not None and bias is not None:
-            hidden = linear(x, weight[columns:])
-            gamma = factors(hidden, up, bias)
-        ctx.save_for_backward(x, weight, projected, gamma, hidden, up, *tensors)
-        ctx.set_materialize_grads(False)
-        made = iter(launch.forward(*_inputs(projected, gamma, tensors, count), plan, eps))
-        heads = [
-            projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
-            for s in launch.sections(plan)
-            if not s.gates
-        ]
-        if len(heads) == len(launch.sections(plan)):
-            return tuple(heads)
-        read = [projected] if gamma is None else [projected, gamma]
-        ctx.mark_non_differentiable(*read)
-        handles = [handle(projected, dm.shape)]
-        if gamma is not None:
-            handles.append(handle(gamma, gamma.shape, torch.float32))
-        return (*heads, *read, *handles)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        x, weight, projected, gamma, hidden, up, *tensors = ctx.saved_tensors
-        if all(g is None for g in grads):
-            return (None,) * (9 + len(tensors))
-        sections = [s for s in launch.sections(ctx.plan) if not s.gates]
-        dy = [
-            projected.new_zeros((*projected.shape[:-1], s.heads, s.width)) if g is None else g
-            for s, g in zip(sections, grads, strict=False)
-        ]
-        inputs = _inputs(projected, gamma, tensors, ctx.count)
-        begun = grads[len(sections) + (1 if gamma is None else 2) :]  # started by the gate
-        dm, d_gamma = launch.gradients(projected, gamma, 0 if up is None else up.shape[1])
-        if any(g is not None for g in begun):
-            dm, d_gamma = (*begun, d_gamma)[:2]  # type: ignore[assignment]
-        elif begun:
-            dm, d_gamma = dm.zero_(), d_gamma.zero_()
-        sums, d_network, quotients = launch.folded_backward(
-            dm, d_gamma, dy, projected, gamma, inputs.table, inputs.anchors, inputs.anchor_scales, inputs.gains,
-            hidden, up, ctx.plan, ctx.eps,
-        )  # fmt: skip
-        d_gains = [d.to(gain.dtype) for d, gain in zip(sums, inputs.gains, strict=True)]
-        of_quotients = None if gamma is None else quotients
-        d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
-        flat = launch.rows(dm)
-        dx, d_weight = (flat @ weight).view_as(x), flat.t() @ launch.rows(x)
-        return (*[None] * 3, dx, d_weight, d_up, d_bias, dm, of_quotients, *[None] * (2 + 2 * ctx.count), *d_gains)
+    ctx.plan, ctx.eps = plan, eps
+    columns = sum(s.heads * s.width for s in launch.sections(plan))
+    projected, hidden, gamma = linear(x, weight[:columns]), None, None
+    if up is not None and bias is not None:
+        hidden = linear(x, weight[columns:])
+        gamma = factors(hidden, up, bias)
+    ctx.save_for_backward(x, weight, projected, gamma, hidden, up, *table, *anchors, *scales, *gains)
+    ctx.set_materialize_grads(False)
+    made = iter(launch.forward(projected, gamma, table, anchors, scales, (), gains, (), plan, eps))
+    heads = [
+        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+        for s in launch.sections(plan)
+        if not s.gates
+    ]
+    if len(heads) == len(launch.sections(plan)):
+        return tuple(heads)
+    read = [projected] if gamma is None else [projected, gamma]
+    ctx.mark_non_differentiable(*read)
+    handles = [handle(projected, of_dm.shape)]
+    if gamma is not None:
+        handles.append(handle(gamma, gamma.shape, torch.float32))
+    return (*heads, *read, *handles)
 
 
-class _Gated(torch.autograd.Function):
-    """The gated output of attention; the two handles' gradients are those of the projection and of γ."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: launch.SectionPlan, hidden: int, o: Tensor, of_dm: Tensor, of_d_gamma: Tensor | None,
-        projected: Tensor, gamma: Tensor | None, *tensors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.hidden = plan, hidden
-        ctx.save_for_backward(o, projected, gamma, *tensors)
-        half = len(tensors) // 2
-        gated: Tensor = launch.gate(o, projected, gamma, tensors[:half], tensors[half:], plan)
-        return gated
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        o, projected, gamma, *tensors = ctx.saved_tensors
-        half = len(tensors) // 2
-        d_o, dm, d_gamma = launch.gate_backward(
-            dy, o, projected, gamma, tensors[:half], tensors[half:], ctx.hidden, ctx.plan
-        )
-        return (None, None, d_o, dm, None if gamma is None else d_gamma, *[None] * (2 + len(tensors)))
+def _gate_backward(ctx: Any, dy: Tensor) -> Sequence[Any]:
+    o, projected, gamma, anchors, scales = grouped(ctx.saved_tensors, [None] * 3 + ctx.lengths[4:6])
+    d_o, dm, d_gamma = launch.gate_backward(dy, o, projected, gamma, anchors, scales, ctx.hidden, ctx.plan)
+    return d_o, [dm] if gamma is None else [dm, d_gamma]
 
 
-def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
-    """Build `Inputs` from cos and sin, `count` anchors, as many λ1, then gains."""
-    anchors, scales, gains = tensors[2 : 2 + count], tensors[2 + count : 2 + 2 * count], tensors[2 + 2 * count :]
-    return launch.Inputs(projected, gamma, tensors[:2], anchors, scales, (), gains, ())
+@differentiable(_gate_backward)
+def _gate(
+    ctx: Any, o: Tensor, handles: Sequence[Tensor], projected: Tensor, gamma: Tensor | None, anchors: list[Tensor],
+    scales: list[Tensor], plan: launch.SectionPlan, hidden: int,
+) -> Tensor:  # fmt: skip
+    """The gated output of attention; the handles' gradients are those of the projection and of γ."""
+    ctx.plan, ctx.hidden = plan, hidden
+    ctx.save_for_backward(o, projected, gamma, *anchors, *scales)
+    return launch.gate(o, projected, gamma, anchors, scales, plan)

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops.multi_gate import inversion, launch
 from residua.ops.multi_gate.reference import SEGMENT, check, shape, split
 
@@ -51,7 +50,7 @@ def multi_gate_chain(
     check(shape(streams), update, gate_bias, competitive)
     streams, f = [s.contiguous() for s in streams], update.contiguous()
     weights = (gate_query, gate_bias, pool_query)
-    hidden, after, stats = _junction(competitive, eps, len(streams), f, *weights, *streams, *past)
+    hidden, after, stats = _junction(streams, f, *weights, past, competitive, eps)
     past = [*(past or [s.detach() for s in streams]), f.detach(), stats]
     done = (len(past) - starts(past, f)) // 2
     return hidden, (after, *(past if done < segment else ()))
@@ -64,44 +63,38 @@ def starts(past: Sequence[Tensor], update: Tensor) -> int:
 
 def pool_streams(streams: Sequence[Tensor], query: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The fused twin of `reference.pool_streams`."""
-    hidden, *after = _pool(eps, query, *(s.contiguous() for s in streams))
+    hidden, *after = _pool([s.contiguous() for s in streams], query, eps)
     return hidden, tuple(after)
 
 
-class _Junction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, competitive: bool, eps: float, count: int,
-        update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`tensors` are the `count` streams, then the tensors from which backward recomputes them; without these, the
-        streams themselves are stored."""
-        streams, past = tensors[:count], tensors[count:]
-        weights = (gate_query, gate_bias, pool_query)
-        hidden, after, stats = launch.forward(streams, update, *weights, competitive, eps)
-        ctx.competitive, ctx.eps, ctx.count, ctx.bias_dtype = competitive, eps, count, gate_bias.dtype
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(stats)
-        ctx.save_for_backward(gate_query, pool_query, *(past or streams), update, stats)
-        return hidden, after, stats
+def _junction_backward(ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, _: None) -> Sequence[Any]:
+    gate_query, pool_query, *saved = ctx.saved_tensors
+    if g_hidden is None:
+        g_hidden = torch.zeros_like(saved[-2])
+    junction = starts(saved, g_hidden)
+    start, since = saved[:junction], saved[junction:]
+    passed_on = [] if g_after is None else [g_after]
+    *g_streams, g_update, g_rest = launch.backward(
+        g_hidden, passed_on, start, since[::2], since[1::2], gate_query, pool_query,
+        ctx.count > 1, ctx.competitive, ctx.eps,
+    )  # fmt: skip
+    dtypes = (gate_query.dtype, ctx.bias_dtype, pool_query.dtype)
+    return g_streams, g_update, *_apart(g_rest, dtypes, g_hidden.shape[-1], ctx.competitive)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        gate_query, pool_query, *saved = ctx.saved_tensors
-        if g_hidden is None:
-            g_hidden = torch.zeros_like(saved[-2])
-        junction = starts(saved, g_hidden)
-        start, since = saved[:junction], saved[junction:]
-        passed_on = [] if g_after is None else [g_after]
-        *g_streams, g_update, g_rest = launch.backward(
-            g_hidden, passed_on, start, since[::2], since[1::2], gate_query, pool_query,
-            ctx.count > 1, ctx.competitive, ctx.eps,
-        )  # fmt: skip
-        dtypes = (gate_query.dtype, ctx.bias_dtype, pool_query.dtype)
-        g_weights = _apart(g_rest, dtypes, g_hidden.shape[-1], ctx.competitive)
-        more = [None] * (0 if len(since) == 2 else len(saved) - 2)
-        return None, None, None, g_update, *g_weights, *g_streams, *more
+
+@differentiable(_junction_backward)
+def _junction(
+    ctx: Any, streams: list[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
+    past: list[Tensor], competitive: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Backward recomputes the streams from `past`; without it, the streams themselves are stored."""
+    weights = (gate_query, gate_bias, pool_query)
+    hidden, after, stats = launch.forward(streams, update, *weights, competitive, eps)
+    ctx.competitive, ctx.eps, ctx.count, ctx.bias_dtype = competitive, eps, len(streams), gate_bias.dtype
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(gate_query, pool_query, *(past or streams), update, stats)
+    return hidden, after, stats
 
 
 def _apart(row: Tensor, dtypes: Sequence[torch.dtype], width: int, competitive: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,8 +112,7 @@ class Fused(inversion.Plain):
         return hidden, after, stats
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
-        streams: Tensor = launch.invert(after, update, stats, inversion.FLOOR)
-        return streams
+        return launch.invert(after, update, stats, inversion.FLOOR)
 
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
@@ -139,25 +131,20 @@ multi_gate_inverted = partial(inversion.junction, "fused")
 """The fused twin of `inversion.multi_gate_inverted`."""
 
 
-class _Pool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
-        hidden, stats = launch.pool(streams, query, eps)
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, stats, *streams)
-        return hidden, *(s.view_as(s) for s in streams)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_hidden: Tensor | None, *g_after: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, stats, *streams = ctx.saved_tensors
-        if g_hidden is None:
-            return None, None, *g_after
-        passed_on = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
-        passed_on = [] if all(g is None for g in g_after) else passed_on
-        *g_streams, g_query = launch.pool_backward(g_hidden, passed_on, streams, query, stats, ctx.eps)
-        return None, g_query.to(query.dtype), *g_streams
+def _pool_backward(ctx: Any, g_hidden: Tensor | None, *g_after: Tensor | None) -> Sequence[Any]:
+    query, stats, *streams = ctx.saved_tensors
+    if g_hidden is None:
+        return (g_after,)
+    passed_on = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
+    passed_on = [] if all(g is None for g in g_after) else passed_on
+    *g_streams, g_query = launch.pool_backward(g_hidden, passed_on, streams, query, stats, ctx.eps)
+    return g_streams, g_query.to(query.dtype)
 
 
-_junction, _pool = opaque(_Junction), opaque(_Pool)
+@differentiable(_pool_backward)
+def _pool(ctx: Any, streams: list[Tensor], query: Tensor, eps: float) -> tuple[Tensor, ...]:
+    hidden, stats = launch.pool(streams, query, eps)
+    ctx.eps = eps
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, stats, *streams)
+    return hidden, *(s.view_as(s) for s in streams)

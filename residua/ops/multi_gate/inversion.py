@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.numeric import wide
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops.multi_gate import reference
 from residua.ops.multi_gate.reference import check, shape, split
 
@@ -131,60 +130,50 @@ def junction(
     check(shape(streams), update, weights[1], competitive)
     streams = [s.contiguous() for s in streams]
     stored = -1 if last or not torch.is_grad_enabled() else math.ceil(share * math.prod(shape(streams)[:-1]))
-    hidden, *after = _inverted(
-        halves, competitive, eps, stored, len(streams), update.contiguous(), *weights, *streams, *link
-    )
+    hidden, *after = _inverted(streams, update.contiguous(), list(weights), link, halves, competitive, eps, stored)
     return hidden, tuple(after)
 
 
-class _Inverted(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, halves: str, competitive: bool, eps: float, stored: int, count: int,
-        update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`tensors` are the `count` streams, and the link to the junction before this one, if any.
-
-        The number of rows to store is `stored`; −1: all, since no junction follows.
-        """
-        streams = tensors[:count]
-        weights = (gate_query, gate_bias, pool_query)
-        ctx.halves = HALVES[halves](competitive, eps)
-        hidden, after, stats = ctx.halves.forward(streams, update, *weights)
-        ctx.last, ctx.count, ctx.linked = stored < 0, count, len(tensors) > count
-        ctx.set_materialize_grads(False)
-        if ctx.last:
-            ctx.save_for_backward(update, stats, *weights, *streams)
-            return hidden, after
-        where = stats[..., : after.shape[-2]].flatten().topk(stored).indices
-        ctx.save_for_backward(update, stats, *weights, where, _rows(streams, where))
-        return hidden, after, after.new_empty(()).expand(after.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, after: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        update, stats, *saved = ctx.saved_tensors
-        weights, rest = saved[:3], saved[3:]
-        if ctx.last:
-            streams = rest[0] if ctx.count == 1 else torch.stack(rest, -2)
-        elif after is None:
-            raise RuntimeError(
-                "multi_gate_inverted: the next junction took no part in the backward pass, so its streams are "
-                "unknown: call the last junction of a chain with last=True."
-            )
-        else:
-            where, rows = rest
-            recovered = ctx.halves.invert(after, update, stats)
-            streams = recovered.flatten(0, -2).index_copy_(0, where, rows).view_as(recovered)
-        g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
-        g_streams, *gradients = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
-        apart = [g_streams] if ctx.count == 1 else g_streams.unbind(-2)
-        return None, None, None, None, None, *gradients, *apart, *([streams] if ctx.linked else [])
+def _inverted_backward(
+    ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, after: Tensor | None = None
+) -> Sequence[Any]:
+    update, stats, *saved = ctx.saved_tensors
+    weights, rest = saved[:3], saved[3:]
+    if ctx.last:
+        streams = rest[0] if ctx.count == 1 else torch.stack(rest, -2)
+    elif after is None:
+        raise RuntimeError(
+            "multi_gate_inverted: the next junction took no part in the backward pass, so its streams are "
+            "unknown: call the last junction of a chain with last=True."
+        )
+    else:
+        where, rows = rest
+        recovered = ctx.halves.invert(after, update, stats)
+        streams = recovered.flatten(0, -2).index_copy_(0, where, rows).view_as(recovered)
+    g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
+    g_streams, g_update, *g_weights = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
+    return [g_streams] if ctx.count == 1 else g_streams.unbind(-2), g_update, g_weights, [streams] * ctx.linked
 
 
-_inverted = opaque(_Inverted)
+@differentiable(_inverted_backward)
+def _inverted(
+    ctx: Any, streams: list[Tensor], update: Tensor, weights: list[Tensor], link: list[Tensor], halves: str,
+    competitive: bool, eps: float, stored: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`link` is that to the junction before this one, if any.
+
+    The number of rows to store is `stored`; −1: all, since no junction follows.
+    """
+    ctx.halves = HALVES[halves](competitive, eps)
+    hidden, after, stats = ctx.halves.forward(streams, update, *weights)
+    ctx.last, ctx.count, ctx.linked = stored < 0, len(streams), len(link)
+    ctx.set_materialize_grads(False)
+    if ctx.last:
+        ctx.save_for_backward(update, stats, *weights, *streams)
+        return hidden, after
+    where = stats[..., : after.shape[-2]].flatten().topk(stored).indices
+    ctx.save_for_backward(update, stats, *weights, where, _rows(streams, where))
+    return hidden, after, after.new_empty(()).expand(after.shape)
 
 
 def _rows(streams: Sequence[Tensor], where: Tensor) -> Tensor:

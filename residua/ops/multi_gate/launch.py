@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, extent, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import Kernels, aligned, cdiv, dense_like, extent, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.multi_gate import kernels, kernels_backward
+
+kernels = Kernels("residua.ops.multi_gate.kernels")
+kernels_backward = Kernels("residua.ops.multi_gate.kernels_backward")
 
 
 class TilePlan(NamedTuple):

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, dense_last, dense_like, next_power_of_2
+from residua.ops._runtime.launch import Kernels, cdiv, dense_last, dense_like, next_power_of_2
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.norm_rotate import kernels
+
+kernels = Kernels("residua.ops.norm_rotate.kernels")
 
 
 class HeadsPlan(NamedTuple):
@@ -152,18 +153,9 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, ro
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
     """The fused twin of `reference.norm_rotate`."""
-    result: Tensor = forward(x, weight, cos, sin, eps)
-    return result
+    return forward(x, weight, cos, sin, eps)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight = backward(dy, *ctx.saved_tensors, ctx.eps)
-    return dx, dweight, None, None, None
-
-
-differentiate(forward, _differentiate, _save)
+@differentiate(forward)
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    return backward(dy, *ctx.saved_tensors, *ctx.settings)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, cdiv, device_guard
+from residua.ops._runtime.launch import Kernels, addresses, cdiv, device_guard, triton_type
 from residua.ops._runtime.triton_support import INTERPRETED
-from residua.ops.optimizer_update import kernels
+
+kernels = Kernels("residua.ops.optimizer_update.kernels")
 
 BLOCK = 65536 if INTERPRETED else 4096
 
@@ -28,7 +28,7 @@ def momentum_directions(
     directions = [torch.empty_like(m, dtype=dtype) for m in momenta]
     for m, g, d in _alike(momenta, gradients, directions):
         table, size = addresses(m, [t.data_ptr() for t in (*g, *d)]), m[0].numel()
-        types = {"M": _TYPES[m[0].dtype], "G": _TYPES[g[0].dtype], "D": _TYPES[dtype]}
+        types = {"M": triton_type(m[0].dtype), "G": triton_type(g[0].dtype), "D": triton_type(dtype)}
         with device_guard(m[0]):
             kernels.momentum_kernel[(cdiv(size, BLOCK), len(m))](
                 table, len(m), size, float(beta), **types, BLOCK=BLOCK, num_warps=8
@@ -47,7 +47,7 @@ def adam_directions(
         with device_guard(m[0]):
             kernels.adam_kernel[(cdiv(size, BLOCK), len(m))](
                 table, len(m), size, float(betas[0]), float(betas[1]), float(eps),
-                M=_TYPES[m[0].dtype], G=_TYPES[g[0].dtype], BLOCK=BLOCK, num_warps=8,
+                M=triton_type(m[0].dtype), G=triton_type(g[0].dtype), BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
     return updates
 
@@ -56,7 +56,7 @@ def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor
     """The fused twin of `cautious_descent` and of `plain_descent`."""
     for x, u in _alike(weights, updates):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
-        types = {"X": _TYPES[x[0].dtype], "U": _TYPES[u[0].dtype]}
+        types = {"X": triton_type(x[0].dtype), "U": triton_type(u[0].dtype)}
         with device_guard(x[0]):
             kernels.descent_kernel[(cdiv(size, BLOCK), len(x))](
                 table, len(x), size, float(rate), float(decay), **types, CAUTIOUS=cautious, BLOCK=BLOCK, num_warps=8
@@ -64,8 +64,6 @@ def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor
 
 
 cautious_descent, plain_descent = partial(_descend, True), partial(_descend, False)
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def _alike(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:

@@ -8,19 +8,19 @@ gradient, and the bits of its largest magnitude, as `fp8_values` would in anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_like, either, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, dense_like, either, sum_rows
 from residua.ops._runtime.library import launcher
-from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 from residua.ops.low_precision.fp8 import E4M3, E5M2
-from residua.ops.rms_norm import kernels
+
+kernels = Kernels("residua.ops.rms_norm.kernels")
 
 
 class RowPlan(NamedTuple):
@@ -118,8 +118,7 @@ def backward(
 
 def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """The fused twin of `reference.rms_norm`."""
-    normed: Tensor = _rms_norm(x.reshape(-1, x.shape[-1]), weight, affine, eps)
-    return normed.reshape(x.shape)
+    return _rms_norm(x.reshape(-1, x.shape[-1]), weight, affine, eps).reshape(x.shape)
 
 
 def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -129,34 +128,26 @@ def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tupl
     return added.reshape(h.shape), normed.reshape(h.shape)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor | None, eps: float) -> Tensor:
-        x = x.contiguous()
-        normed, rstd = forward(x, weight, eps, None, affine)
-        ctx.save_for_backward(x, weight, rstd, affine)
-        return normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, affine = ctx.saved_tensors
-        g_x, g_weight, *g_affine = backward(g.contiguous(), *saved, None, affine)
-        return g_x, g_weight, *(g_affine or [None]), None
+def _rms_norm_backward(ctx: Any, g: Tensor) -> Sequence[Tensor]:
+    *saved, affine = ctx.saved_tensors
+    return backward(g.contiguous(), *saved, None, affine)
 
 
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, rstd, added = forward(h, weight, eps, y)
-        ctx.save_for_backward(added, weight, rstd)
-        return added, normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_added: Tensor, g_normed: Tensor) -> tuple[Tensor | None, ...]:
-        g, g_weight = backward(g_normed.contiguous(), *ctx.saved_tensors, g_added)
-        return g, g, g_weight, None
+@differentiable(_rms_norm_backward)
+def _rms_norm(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor | None, eps: float) -> Tensor:
+    x = x.contiguous()
+    normed, rstd = forward(x, weight, eps, None, affine)
+    ctx.save_for_backward(x, weight, rstd, affine)
+    return normed
 
 
-_rms_norm, _add_norm = opaque(_RMSNorm), opaque(_AddNorm)
+def _add_norm_backward(ctx: Any, g_added: Tensor, g_normed: Tensor) -> Sequence[Tensor]:
+    g, g_weight = backward(g_normed.contiguous(), *ctx.saved_tensors, g_added)
+    return g, g, g_weight
+
+
+@differentiable(_add_norm_backward)
+def _add_norm(ctx: Any, h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed, rstd, added = forward(h, weight, eps, y)
+    ctx.save_for_backward(added, weight, rstd)
+    return added, normed

@@ -6,18 +6,18 @@ so that the projection's gradient is written in one piece; splitting would requi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_last, dense_like, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, dense_last, dense_like, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import begins as begin_documents
-from residua.ops._runtime.tracing import opaque
-from residua.ops.short_convolution import kernels
+from residua.ops._runtime.tracing import differentiable
+
+kernels = Kernels("residua.ops.short_convolution.kernels")
 
 
 class TilePlan(NamedTuple):
@@ -122,9 +122,6 @@ def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:
     return {"D": s.width, "TAPS": s.taps, "DOCUMENTS": begins is not None}
 
 
-Heads = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 def convolve_heads(
     projected: Tensor,
     weight: Tensor,
@@ -133,30 +130,24 @@ def convolve_heads(
     *,
     segments: Tensor | None = None,
     eps: float = 1e-6,
-) -> Heads:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fused twin of `reference.convolve_heads`."""
     first = None if segments is None else begin_documents(projected, segments).to(torch.uint8)
-    heads: Heads = _convolve_heads(projected, weight, first, key_heads, value_heads, eps)
-    return heads
+    return _convolve_heads(projected, weight, first, key_heads, value_heads, eps)
 
 
-class _ConvolveHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, projected: Tensor, weight: Tensor, first: Tensor | None, key_heads: int, value_heads: int, eps: float
-    ) -> Heads:
-        ctx.save_for_backward(projected, weight, first)
-        ctx.eps = eps
-        q, k, v = forward(projected, weight, first, key_heads, value_heads, eps)
-        z, width = projected[..., weight.shape[1] :], v.shape[-1]
-        return q, k, v, z.unflatten(-1, (z.shape[-1] // width, width))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-        projected, weight, first = ctx.saved_tensors
-        d_projected, d_weight = backward(dq, dk, dv, dz, projected, weight, first, ctx.eps)
-        return d_projected, d_weight.to(weight.dtype), None, None, None, None
+def _convolve_heads_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor) -> Sequence[Tensor]:
+    projected, weight, first = ctx.saved_tensors
+    d_projected, d_weight = backward(dq, dk, dv, dz, projected, weight, first, ctx.eps)
+    return d_projected, d_weight.to(weight.dtype)
 
 
-_convolve_heads = opaque(_ConvolveHeads)
+@differentiable(_convolve_heads_backward)
+def _convolve_heads(
+    ctx: Any, projected: Tensor, weight: Tensor, first: Tensor | None, key_heads: int, value_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ctx.save_for_backward(projected, weight, first)
+    ctx.eps = eps
+    q, k, v = forward(projected, weight, first, key_heads, value_heads, eps)
+    z, width = projected[..., weight.shape[1] :], v.shape[-1]
+    return q, k, v, z.unflatten(-1, (z.shape[-1] // width, width))

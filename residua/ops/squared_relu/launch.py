@@ -12,30 +12,20 @@ The two products are y = relu(x wᵀ)² and, if `a` is given, y = (x w) ⊙ 2√
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import triton_support
-from residua.ops._runtime.launch import aligned, cdiv, dense_like
+from residua.ops._runtime.launch import Kernels, aligned, cdiv, dense_like, described, either
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
-from residua.ops._runtime.tracing import opaque
-from residua.ops.squared_relu import kernels
+from residua.ops._runtime.tracing import differentiable
 
-try:  # an experimental part of Triton: if it is missing or has moved, `FlatPlan` is used
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as PlacedDescriptor
-
-    from residua.ops.squared_relu import specialized
-except ImportError:
-    HAS_GLUON = False
-else:
-    HAS_GLUON = True
+kernels = Kernels("residua.ops.squared_relu.kernels")
+specialized = Kernels("residua.ops.squared_relu.specialized")
 
 
 class FlatPlan(NamedTuple):
@@ -53,21 +43,19 @@ class FlatPlan(NamedTuple):
     stages: int
 
     def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
-        part = [self.rows, self.columns // self.parts]
-        weight = [self.columns, self.depth] if a is None else [self.depth, self.columns]
-        tensors = (x, [self.rows, self.depth]), (w, weight), (y if a is None else a, part), (y, part)
+        blocks = _blocks(x, w, a, y, self.rows, self.columns, self.depth, self.parts)
         kernels.product_kernel[(_programs(y, self.rows, self.columns),)](
-            *(self._described(*pair) for pair in tensors), len(y), N=y.shape[1], K=x.shape[1], ROWS=self.rows,
+            *(described(*pair) for pair in blocks), len(y), N=y.shape[1], K=x.shape[1], ROWS=self.rows,
             COLUMNS=self.columns, DEPTH=self.depth, GROUP=self.group, PARTS=self.parts, SLOPES=a is not None,
             num_warps=self.warps, num_stages=self.stages,
         )  # fmt: skip
 
-    def _described(self, matrix: Tensor, block: list[int]) -> TensorDescriptor:
-        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
-
 
 class SpecializedPlan(NamedTuple):
-    """Plan for `specialized.py`, where every group of warps has its own task."""
+    """Plan for `specialized.py`, where every group of warps has its own task.
+
+    Gluon is an experimental part of Triton: if it is missing or has moved, `otherwise` is used.
+    """
 
     columns: int
     depth: int
@@ -76,21 +64,37 @@ class SpecializedPlan(NamedTuple):
     slots: int
     """Number of parts per warpgroup that fit into shared memory."""
     group: int
+    otherwise: FlatPlan
 
     def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
+        if not has_gluon():
+            self.otherwise.launch(x, w, a, y)
+            return
         rows, half = specialized.ROWS.value, specialized.HALF.value
-        part = [half, self.columns // self.parts]
-        weight = [self.columns, self.depth] if a is None else [self.depth, self.columns]
-        tensors = (x, [half, self.depth]), (w, weight), (y if a is None else a, part), (y, part)
+        blocks = _blocks(x, w, a, y, half, self.columns, self.depth, self.parts)
         specialized.product_kernel[(_programs(y, rows, self.columns),)](
-            *(self._described(*pair) for pair in tensors),
+            *(specialized.placed(*pair) for pair in blocks),
             cdiv(y.shape[0], rows), cdiv(y.shape[1], self.columns), K=x.shape[1], STAGES=self.stages,
             PARTS=self.parts, SLOTS=self.slots, GROUP=self.group, SLOPES=a is not None, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
-    def _described(self, matrix: Tensor, block: list[int]) -> Any:
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        return PlacedDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
+
+def _blocks(
+    x: Tensor, w: Tensor, a: Tensor | None, y: Tensor, rows: int, columns: int, depth: int, parts: int
+) -> list[tuple[Tensor, list[int]]]:
+    """The tensors, each with the shape of the blocks in which kernels access it."""
+    part = [rows, columns // parts]
+    weight = [columns, depth] if a is None else [depth, columns]
+    return [(x, [rows, depth]), (w, weight), (either(a, y), part), (y, part)]
+
+
+@cache
+def has_gluon() -> bool:
+    try:
+        import residua.ops.squared_relu.specialized  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _programs(y: Tensor, rows: int, columns: int) -> int:
@@ -98,19 +102,11 @@ def _programs(y: Tensor, rows: int, columns: int) -> int:
     return min(triton_support.multiprocessors(y), cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns))
 
 
-INTERPRETED = FlatPlan(16, 32, 16, 2, 2, 4, 1)
-"""Small tiles, so that tests in the interpreter cover several."""
-
-
-def _plan(flat: FlatPlan, specialized: SpecializedPlan) -> FlatPlan | SpecializedPlan:
-    if triton_support.INTERPRETED:
-        return INTERPRETED
-    return specialized if HAS_GLUON else flat
-
-
 FLAT_FORWARD, FLAT_BACKWARD = FlatPlan(128, 256, 64, 8, 2, 8, 4), FlatPlan(128, 256, 64, 8, 2, 8, 3)
-FORWARD = _plan(FLAT_FORWARD, SpecializedPlan(256, 64, 4, 2, 1, 8))
-BACKWARD = _plan(FLAT_BACKWARD, SpecializedPlan(256, 32, 6, 4, 4, 8))
+FORWARD: FlatPlan | SpecializedPlan = SpecializedPlan(256, 64, 4, 2, 1, 8, FLAT_FORWARD)
+BACKWARD: FlatPlan | SpecializedPlan = SpecializedPlan(256, 32, 6, 4, 4, 8, FLAT_BACKWARD)
+if triton_support.INTERPRETED:
+    FORWARD = BACKWARD = FlatPlan(16, 32, 16, 2, 2, 4, 1)  # so small that tests cover several tiles
 
 
 @launcher("squared_relu_linear")
@@ -133,23 +129,17 @@ def squared_relu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """The fused twin of `reference.squared_relu_ffn`; weights are cast to the products' dtype, as under autocast."""
     dtype = working_dtype(x)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
-    y: Tensor = _squared_relu_ffn(rows, w_in.to(dtype), w_out.to(dtype))
-    return y.reshape(x.shape)
+    return _squared_relu_ffn(rows, w_in.to(dtype), w_out.to(dtype)).reshape(x.shape)
 
 
-class _SquaredReluFFN(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        a = squared_relu_linear(x, w_in)
-        ctx.save_for_backward(x, w_in, w_out, a)
-        return a @ w_out.t()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        x, w_in, w_out, a = ctx.saved_tensors
-        p = squared_relu_linear_backward(g, w_out, a)
-        return p @ w_in, p.t() @ x, g.t() @ a
+def _squared_relu_backward(ctx: Any, g: Tensor) -> Sequence[Tensor]:
+    x, w_in, w_out, a = ctx.saved_tensors
+    p = squared_relu_linear_backward(g, w_out, a)
+    return p @ w_in, p.t() @ x, g.t() @ a
 
 
-_squared_relu_ffn = opaque(_SquaredReluFFN)
+@differentiable(_squared_relu_backward)
+def _squared_relu_ffn(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    a = squared_relu_linear(x, w_in)
+    ctx.save_for_backward(x, w_in, w_out, a)
+    return a @ w_out.t()

@@ -26,11 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+
+
+def placed(matrix, block):
+    """The matrix as kernels access it by TMA, in blocks of this shape."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
 
 
 @gluon.jit

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from residua.ops._runtime.launch import cdiv
+from residua.ops._runtime.launch import Kernels, cdiv, described
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
-from residua.ops.symmetric_product import kernels
+
+kernels = Kernels("residua.ops.symmetric_product.kernels")
 
 
 class TilePlan(NamedTuple):
@@ -48,8 +48,7 @@ def symmetric_product(
     x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
     """The fused twin of `reference.symmetric_product`."""
-    result: Tensor = forward(x, c, alpha, beta, gamma)
-    return result
+    return forward(x, c, alpha, beta, gamma)
 
 
 def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float, beta: float, gamma: float) -> None:
@@ -60,9 +59,9 @@ def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float,
     triangle = plan.triangle(x.shape[1])
     tiles, square = triangle * len(x), [1, block, block]
     kernels.product_kernel[(min(tiles, multiprocessors(x)),)](
-        TensorDescriptor.from_tensor(stored, [1, depth, block] if turned else [1, block, depth]),
-        TensorDescriptor.from_tensor(s if c is None else _walked(c), square),
-        TensorDescriptor.from_tensor(s, square),
+        described(stored, [1, depth, block] if turned else [1, block, depth]),
+        described(s if c is None else _walked(c), square),
+        described(s, square),
         tiles, triangle, x.shape[2], float(alpha), float(beta), float(gamma),
         TURNED=turned, ADDED=c is not None, BLOCK=block, DEPTH=depth, FLAT=plan.flat,
         num_warps=plan.warps, num_stages=plan.stages,

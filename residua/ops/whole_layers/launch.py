@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, device_guard, next_power_of_2
+from residua.ops._runtime.launch import Kernels, cdiv, device_guard, next_power_of_2
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors, supports
 from residua.ops.inference.reference import GATED, KEY_EPS
+
+kernels = Kernels("residua.ops.whole_layers.kernels")
 
 MOST_ROWS = 2
 """The kernel processes rows sequentially: with more of them, one launch per operation for all rows is faster."""
@@ -217,17 +218,10 @@ class Layers:
 
     def _launch(self, lengths: Tensor, first: int, last: int, only: int, **settings: Any) -> None:
         shape, vectors, keys = self.shape, self.vectors, self.layers[0].keys
-        _kernels().layers_kernel[(sum(_division(keys)),)](
+        kernels.layers_kernel[(sum(_division(keys)),)](
             self._table, vectors.junctions, vectors.biases, self._lse if vectors.gains is None else vectors.gains,
             vectors.cos, vectors.sin, self._lse if vectors.mixing is None else vectors.mixing, lengths, self.y,
             self._state, self._ready, self._projected, self.anchor, self._part, self._lse, self._hidden, self.normed,
             self._count, first, last, shape.eps, KEY_EPS, shape.head_dim**-0.5, shape.width**-0.5, *keys.stride()[:3],
             ONLY=only, **self._settings, **settings,
         )  # fmt: skip
-
-
-@cache
-def _kernels() -> Any:
-    from residua.ops.whole_layers import kernels
-
-    return kernels
