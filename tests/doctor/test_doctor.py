@@ -141,8 +141,7 @@ def test_a_wrong_kernel_fails_its_check(fault: str) -> None:
             raise RuntimeError("Failed to find C compiler.\nPlease specify one")
         return ops.rms_norm.reference(x, weight) * (1.01 if fault == "wrong" else torch.nan)
 
-    operator: Operator = Operator(ops.rms_norm.reference)
-    operator.register_fused(broken, lambda *_: True)
+    operator: Operator = Operator(ops.rms_norm.reference, fused=broken, serves=lambda *_: True)
     found = kernels.check("rms_norm", operator, CASES["rms_norm"][1], 1e-4)
     assert found.state == "failed"
     assert found.fix == "apt-get install gcc" if fault == "raises" else "backend('reference')" in found.fix

@@ -28,9 +28,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def operator() -> Operator:
     """Two distinguishable paths: the fused one returns zeros and takes only vectors."""
-    operator = Operator(double)
-    operator.register_fused(torch.zeros_like, lambda x: x.dim() == 1)
-    return operator
+    return Operator(double, fused=torch.zeros_like, serves=lambda x: x.dim() == 1)
 
 
 def test_backend_setter_lasts_until_the_next_call() -> None:

@@ -1,6 +1,6 @@
 """Which implementation of an operator runs: the plain PyTorch reference or a fused kernel.
 
-Every operator is registered once with its reference, which defines it, and, where one exists, a fused path with a
+Every operator is declared once with its reference, which defines it, and, where one exists, a fused path with a
 predicate for the inputs that it supports. `auto` uses the fused path wherever its predicate holds. `reference` never
 does. `triton` always does, and refuses unsupported operators and inputs.
 """
@@ -50,18 +50,22 @@ def chosen_backend() -> str:
 class Operator(Generic[P, R]):
     """The declaration of one operator. Calling it runs the reference or the fused path, as `backend` selects.
 
-    `cases` makes example inputs from a `Draw` (`cases.py`); `compile_seconds` is the compilation time of its kernels,
-    if that is long.
+    `cases` makes example inputs from a `Draw` (`cases.py`). `serves(*args, **kwargs)` returns whether the fused path
+    supports these inputs. `compile_seconds` is the compilation time of its kernels, if that is long.
     """
 
     def __init__(
-        self, reference: Callable[P, R], cases: Callable[[Any], Iterable[Any]] = lambda draw: (), *,
+        self,
+        reference: Callable[P, R],
+        cases: Callable[[Any], Iterable[Any]] = lambda draw: (),
+        fused: Callable[P, R] | None = None,
+        serves: Callable[..., bool] = lambda *args, **kwargs: False,
+        *,
         compile_seconds: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reference, self.cases, self.compile_seconds = reference, cases, compile_seconds
+        self.fused, self._serves = fused, serves
         self.folder = reference.__module__.rpartition(".")[0]
-        self.fused: Callable[P, R] | None = None
-        self._serves: Callable[..., bool] | None = None
         self.__name__ = reference.__name__
         self.__doc__ = reference.__doc__
         self.__wrapped__ = reference  # its signature and source, for `inspect`, `help` and editors
@@ -70,15 +74,8 @@ class Operator(Generic[P, R]):
         """Return itself, even as a class attribute. This method makes `help` describe an operator as a function."""
         return self
 
-    def register_fused(self, fused: Callable[P, R], serves: Callable[..., bool]) -> None:
-        """Add the fused path; `serves(*args, **kwargs)` returns whether it supports these inputs."""
-        self.fused, self._serves = fused, serves
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _choice == "reference":
-            return self.reference(*args, **kwargs)
-        if self._serves is not None and self._serves(*args, **kwargs):
-            assert self.fused is not None
+        if self.fused is not None and self.fuses(*args, **kwargs):
             return self.fused(*args, **kwargs)
         if _choice == "triton":
             raise ValueError(
@@ -89,4 +86,4 @@ class Operator(Generic[P, R]):
 
     def fuses(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Whether a call with these inputs takes the fused path."""
-        return _choice != "reference" and self._serves is not None and self._serves(*args, **kwargs)
+        return _choice != "reference" and self._serves(*args, **kwargs)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.delta_rule import mixer
+from residua.ops._runtime.triton_support import supports
+from residua.ops.delta_rule import autograd, mixer
 from residua.ops.delta_rule.reference import step
 from residua.ops.delta_rule.rules import gated_delta, gated_delta_step, gates, kimi_delta, takes
 from residua.ops.short_convolution import MOST_TAPS
@@ -31,11 +31,6 @@ def _serves_mixer(
     return convolution.shape[0] <= MOST_TAPS and takes(projected, width, width) and supports(convolution, gain)
 
 
-delta_mixer = Operator(mixer.delta_mixer, _mixers, compile_seconds=11)
-
-if INSTALLED:
-    from residua.ops.delta_rule import autograd
-
-    delta_mixer.register_fused(autograd.delta_mixer, _serves_mixer)
+delta_mixer = Operator(mixer.delta_mixer, _mixers, autograd.delta_mixer, _serves_mixer, compile_seconds=11)
 
 __all__ = ["delta_mixer", "gated_delta", "gated_delta_step", "kimi_delta", "step"]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.delta_rule import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.delta_rule import autograd, reference
 
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST_CHANNEL_HEAD = 256
@@ -45,11 +45,6 @@ def _by_channel(d: Draw) -> Cases:
     yield Case((*_heads(d), decay, gates(d)[1]), only=0, moved=(6, 11))
 
 
-gated_delta = Operator(reference.gated_delta, _gated, compile_seconds=10)
-gated_delta_step = Operator(reference.step, _steps)
-kimi_delta = Operator(reference.kimi_delta, _by_channel, compile_seconds=20)
-
-
 def takes(x: Tensor, key_width: int, value_width: int) -> bool:
     """Whether the kernels support these heads: a few widths, in bfloat16; in float32 only in the interpreter.
 
@@ -73,12 +68,11 @@ def _serves_products(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -
     return k.shape[-1] <= WIDEST_CHANNEL_HEAD and supports(q, k, v, *rest)
 
 
-if INSTALLED:
-    from residua.ops.delta_rule import autograd
-
-    gated_delta.register_fused(autograd.gated_delta, _serves)
-    gated_delta_step.register_fused(autograd.step, _serves_step)
-    if os.environ.get(KIMI_KERNELS) == "1":
-        kimi_delta.register_fused(autograd.kimi_delta, _serves)
-    else:
-        kimi_delta.register_fused(autograd.kimi_delta_by_products, _serves_products)
+gated_delta = Operator(reference.gated_delta, _gated, autograd.gated_delta, _serves, compile_seconds=10)
+gated_delta_step = Operator(reference.step, _steps, autograd.step, _serves_step)
+_kimi = (
+    (autograd.kimi_delta, _serves)
+    if os.environ.get(KIMI_KERNELS) == "1"
+    else (autograd.kimi_delta_by_products, _serves_products)
+)
+kimi_delta = Operator(reference.kimi_delta, _by_channel, *_kimi, compile_seconds=20)

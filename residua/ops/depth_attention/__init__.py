@@ -33,7 +33,6 @@ def _cases(d: Draw) -> Cases:
     yield Case((sources, d.gain()), {"norm_weight": d.gain()}, moved=(len(sources) + 1, 2 * len(sources) + 1))
 
 
-depth_attention = Operator(reference.depth_attention, _cases, compile_seconds=8)
-depth_attention.register_fused(autograd.depth_attention, _serves)
+depth_attention = Operator(reference.depth_attention, _cases, autograd.depth_attention, _serves, compile_seconds=8)
 
 __all__ = ["depth_attention"]

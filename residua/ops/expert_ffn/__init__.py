@@ -7,8 +7,8 @@ from torch import Tensor
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import working_dtype
-from residua.ops._runtime.triton_support import DTYPES, INSTALLED, supports
-from residua.ops.expert_ffn import reference
+from residua.ops._runtime.triton_support import DTYPES, supports
+from residua.ops.expert_ffn import launch, reference
 from residua.ops.expert_ffn.reference import expert_hidden
 from residua.ops.expert_routing import route
 
@@ -36,11 +36,6 @@ def _cases(d: Draw) -> Cases:
         yield Case(args, {"order": routed.order, "weights": routed.weights.detach()}, f"routed, {activation}")
 
 
-expert_ffn = Operator(reference.expert_ffn, _cases, compile_seconds=7)
-
-if INSTALLED:
-    from residua.ops.expert_ffn import launch
-
-    expert_ffn.register_fused(launch.expert_ffn, _serves)
+expert_ffn = Operator(reference.expert_ffn, _cases, launch.expert_ffn, _serves, compile_seconds=7)
 
 __all__ = ["expert_ffn", "expert_hidden"]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.expert_routing import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.expert_routing import launch, reference
 from residua.ops.expert_routing.reference import Routed
 
 MOST_EXPERTS, MOST_CHOICES = 256, 8
@@ -25,11 +25,6 @@ def _cases(d: Draw) -> Cases:
     yield Case((d.x(), d.linear(d.sizes.experts, d.sizes.width), d.sizes.top_k), moved=(1, 2))
 
 
-route = Operator(reference.route, _cases, compile_seconds=4)
-
-if INSTALLED:
-    from residua.ops.expert_routing import launch
-
-    route.register_fused(launch.route, _serves)
+route = Operator(reference.route, _cases, launch.route, _serves, compile_seconds=4)
 
 __all__ = ["Routed", "route"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import constant
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.fp8_codes import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.fp8_codes import launch, reference
 from residua.ops.low_precision.fp8 import E4M3, EncodedWeight
 
 NOTE = "; its kernels need Ada or Hopper"
@@ -34,30 +34,31 @@ def _values(d: Draw) -> Cases:
         yield Case((d.x(), _scale(d)), {"gradient": gradient}, f"{gradient=}", gradients=False, note=NOTE)
 
 
-encode_weights = Operator(reference.encode_weights, _weights)
-encode_values = Operator(reference.encode_values, _values)
-encode_squares = Operator(reference.encode_squares, lambda d: [Case((d.x(), _scale(d)), gradients=False, note=NOTE)])
-encode_slopes = Operator(
-    reference.encode_slopes, lambda d: [Case((d.x(), d.x().relu(), _scale(d)), gradients=False, note=NOTE)]
-)
+def _serves_weights(weights: Sequence[Tensor], *_: Any) -> bool:
+    fits = all(w.is_contiguous() and w.numel() and not (w.is_cuda and w.data_ptr() % 16) for w in weights)
+    return fits and _serves(*weights)
 
-if INSTALLED:
-    from residua.ops.fp8_codes import launch
 
-    def _serves_weights(weights: Sequence[Tensor], *_: Any) -> bool:
-        fits = all(w.is_contiguous() and w.numel() and not (w.is_cuda and w.data_ptr() % 16) for w in weights)
-        return fits and _serves(*weights)
+def _serves(*tensors: Tensor, **_: Any) -> bool:
+    return supports(*tensors) and (not tensors[0].is_cuda or _has_fp8())
 
-    def _serves(*tensors: Tensor, **_: Any) -> bool:
-        return supports(*tensors) and (not tensors[0].is_cuda or _has_fp8())
 
-    @constant
-    def _has_fp8() -> bool:
-        return torch.cuda.get_device_capability() >= (8, 9)
+@constant
+def _has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
 
-    encode_weights.register_fused(launch.encode_weights, _serves_weights)
-    encode_values.register_fused(launch.encode_values, _serves)
-    encode_squares.register_fused(launch.encode_squares, _serves)
-    encode_slopes.register_fused(launch.encode_slopes, _serves)
+
+def _squares(d: Draw) -> Cases:
+    yield Case((d.x(), _scale(d)), gradients=False, note=NOTE)
+
+
+def _slopes(d: Draw) -> Cases:
+    yield Case((d.x(), d.x().relu(), _scale(d)), gradients=False, note=NOTE)
+
+
+encode_weights = Operator(reference.encode_weights, _weights, launch.encode_weights, _serves_weights)
+encode_values = Operator(reference.encode_values, _values, launch.encode_values, _serves)
+encode_squares = Operator(reference.encode_squares, _squares, launch.encode_squares, _serves)
+encode_slopes = Operator(reference.encode_slopes, _slopes, launch.encode_slopes, _serves)
 
 __all__ = ["encode_slopes", "encode_squares", "encode_values", "encode_weights"]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.gated_norm import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.gated_norm import launch, reference
 from residua.ops.gated_norm.reference import gate_scores, low_rank_gate
 
 HIGHEST_RANK = 64
@@ -24,11 +24,6 @@ def _cases(d: Draw) -> Cases:
     yield Case((d.x(), d.gain(), d.linear(rank, width), d.w(width, rank)), moved=(2, 3))
 
 
-gated_norm = Operator(reference.gated_norm, _cases, compile_seconds=6)
-
-if INSTALLED:
-    from residua.ops.gated_norm import launch
-
-    gated_norm.register_fused(launch.gated_norm, _serves)
+gated_norm = Operator(reference.gated_norm, _cases, launch.gated_norm, _serves, compile_seconds=6)
 
 __all__ = ["gate_scores", "gated_norm", "low_rank_gate"]

@@ -6,13 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.gated_output import reference
-
-gated_output = Operator(
-    reference.gated_output,
-    lambda d: [Case((d.heads(), d.heads(), d.w(d.sizes.head_dim)), {"gate": gate}, gate) for gate in reference.GATES],
-)
+from residua.ops._runtime.triton_support import supports
+from residua.ops.gated_output import launch, reference
 
 
 def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
@@ -22,9 +17,11 @@ def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
     return fits and o.numel() > 0 and supports(o, z, weight)
 
 
-if INSTALLED:
-    from residua.ops.gated_output import launch
-
-    gated_output.register_fused(launch.gated_output, _serves)
+gated_output = Operator(
+    reference.gated_output,
+    lambda d: [Case((d.heads(), d.heads(), d.w(d.sizes.head_dim)), {"gate": gate}, gate) for gate in reference.GATES],
+    launch.gated_output,
+    _serves,
+)
 
 __all__ = ["gated_output"]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.gated_residual import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.gated_residual import launch, reference
 
 HIGHEST_RANK = 128
 MOST_STREAMS = 16
@@ -27,11 +27,6 @@ def _cases(d: Draw) -> Cases:
     yield Case((*args, *maps), moved=(2 * n + 2, 4 * n + 3))
 
 
-gated_residual = Operator(reference.gated_residual, _cases, compile_seconds=8)
-
-if INSTALLED:
-    from residua.ops.gated_residual import launch
-
-    gated_residual.register_fused(launch.gated_residual, _serves)
+gated_residual = Operator(reference.gated_residual, _cases, launch.gated_residual, _serves, compile_seconds=8)
 
 __all__ = ["gated_residual"]

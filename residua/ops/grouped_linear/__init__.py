@@ -34,7 +34,8 @@ def _serves(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
 grouped_linear = Operator(
     reference.grouped_linear,
     lambda d: [Case((d.x(), d.matrix(3, d.sizes.width, d.sizes.width), d.thirds()))],
+    grouped_product,
+    _serves,
 )
-grouped_linear.register_fused(grouped_product, _serves)
 
 __all__ = ["grouped_linear", "grouped_product", "takes"]

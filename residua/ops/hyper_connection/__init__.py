@@ -6,8 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.hyper_connection import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.hyper_connection import autograd, reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
 MOST_STREAMS = 4
@@ -56,17 +56,11 @@ def _squares(d: Draw) -> Cases:
     yield Case((d.w(d.sizes.tokens, d.sizes.streams, d.sizes.streams), 20))
 
 
-hyper_step = Operator(reference.hyper_step, _steps, compile_seconds=5)
-single_pass_step = Operator(reference.single_pass_step, _single_pass_steps, compile_seconds=5)
-manifold_weights = Operator(reference.manifold_weights, _manifold_weights)
-sinkhorn = Operator(reference.sinkhorn, _squares)
-
-if INSTALLED:
-    from residua.ops.hyper_connection import autograd
-
-    hyper_step.register_fused(autograd.hyper_step, _serves)
-    single_pass_step.register_fused(autograd.single_pass_step, _serves_single_pass)
-    manifold_weights.register_fused(autograd.manifold_weights, _serves_weights)
-    sinkhorn.register_fused(autograd.sinkhorn, _serves_sinkhorn)
+hyper_step = Operator(reference.hyper_step, _steps, autograd.hyper_step, _serves, compile_seconds=5)
+single_pass_step = Operator(
+    reference.single_pass_step, _single_pass_steps, autograd.single_pass_step, _serves_single_pass, compile_seconds=5
+)
+manifold_weights = Operator(reference.manifold_weights, _manifold_weights, autograd.manifold_weights, _serves_weights)
+sinkhorn = Operator(reference.sinkhorn, _squares, autograd.sinkhorn, _serves_sinkhorn)
 
 __all__ = ["Norm", "hyper_step", "manifold_weights", "read_weights", "single_pass_step", "sinkhorn"]

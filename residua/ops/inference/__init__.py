@@ -10,8 +10,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.inference import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.inference import launch, reference
 from residua.ops.inference.reference import Queries, Streams
 from residua.ops.mix_projection.reference import Mixing
 
@@ -87,26 +87,6 @@ def _attention(d: Draw) -> Cases:
     yield _case(d.x(ROWS, 2 * d.sizes.heads, d.sizes.head_dim), *_cache(d), d.below(SLOTS, ROWS))
 
 
-add_norm = Operator(reference.add_norm, lambda d: [_case(_row(d), _row(d), d.gain())])
-read_sources = Operator(reference.read_sources, _reads)
-read_partial = Operator(reference.read_partial, _merges)
-source_scores = Operator(  # scores are padded to a multiple of 16 tokens
-    reference.source_scores,
-    lambda d: [_case(_row(d), None, Queries.of(d.w(3, d.sizes.width, scale=0.1)), 0, 3, only=1)],
-)
-read_group = Operator(
-    reference.read_group, lambda d: [_case([_row(d), _row(d)], [_scores(d), _scores(d)], [0, 0], 2, only=1)]
-)
-read_norm = Operator(
-    reference.read_norm, lambda d: [_case([_row(d)], [_scores(d)], [1], _row(d), None, d.gain(), d.gain())]
-)
-gate_norm = Operator(reference.gate_norm, _gates)
-turn_heads = Operator(reference.turn_heads, _turns)
-enter_cache = Operator(reference.enter_cache, _entries)
-decode_attention = Operator(reference.decode_attention, _attention)
-activate = Operator(reference.activate, lambda d: [_case(_row(d), "swiglu")])
-
-
 def _alike(*tensors: Tensor | None) -> bool:
     """Whether the tensors, ignoring None, have one dtype and kernels support them."""
     present = [t for t in tensors if t is not None]
@@ -141,28 +121,54 @@ def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: An
     return alike and q.shape[-1] <= WIDEST_HEAD and supports(q, keys, values)
 
 
-if INSTALLED:
-    from residua.ops.inference import launch
-
-    add_norm.register_fused(launch.add_norm, lambda base, y, weight, **_: _rows(base, y))
-    read_sources.register_fused(
-        launch.read_sources,
-        lambda sources, y, base, *_, **__: len(sources) <= MOST_SOURCES and _rows(*sources, y, base),
-    )
-    read_partial.register_fused(
-        launch.read_partial, lambda finished, y, base, *_, **__: _rows(y, base) and supports(*finished)
-    )
-    source_scores.register_fused(launch.source_scores, lambda y, base, *_: _alike(y, base))
-    read_group.register_fused(launch.read_group, lambda sources, *_: _alike(*sources))
-    read_norm.register_fused(launch.read_norm, lambda others, scores, rows, y, base, *_, **__: _alike(y, *others, base))
-    gate_norm.register_fused(launch.gate_norm, _serves_gate)
-    turn_heads.register_fused(
-        launch.turn_heads,
-        lambda projected, heads, kv_heads, gains, cos, *_, **__: cos.dim() == 2 and supports(projected, cos),
-    )
-    enter_cache.register_fused(launch.enter_cache, _serves_entry)
-    decode_attention.register_fused(launch.decode_attention, _serves_attention)
-    activate.register_fused(launch.activate, lambda x, kind: supports(x))
+add_norm = Operator(
+    reference.add_norm,
+    lambda d: [_case(_row(d), _row(d), d.gain())],
+    launch.add_norm,
+    lambda base, y, weight, **_: _rows(base, y),
+)
+read_sources = Operator(
+    reference.read_sources,
+    _reads,
+    launch.read_sources,
+    lambda sources, y, base, *_, **__: len(sources) <= MOST_SOURCES and _rows(*sources, y, base),
+)
+read_partial = Operator(
+    reference.read_partial,
+    _merges,
+    launch.read_partial,
+    lambda finished, y, base, *_, **__: _rows(y, base) and supports(*finished),
+)
+source_scores = Operator(  # scores are padded to a multiple of 16 tokens
+    reference.source_scores,
+    lambda d: [_case(_row(d), None, Queries.of(d.w(3, d.sizes.width, scale=0.1)), 0, 3, only=1)],
+    launch.source_scores,
+    lambda y, base, *_: _alike(y, base),
+)
+read_group = Operator(
+    reference.read_group,
+    lambda d: [_case([_row(d), _row(d)], [_scores(d), _scores(d)], [0, 0], 2, only=1)],
+    launch.read_group,
+    lambda sources, *_: _alike(*sources),
+)
+read_norm = Operator(
+    reference.read_norm,
+    lambda d: [_case([_row(d)], [_scores(d)], [1], _row(d), None, d.gain(), d.gain())],
+    launch.read_norm,
+    lambda others, scores, rows, y, base, *_, **__: _alike(y, *others, base),
+)
+gate_norm = Operator(reference.gate_norm, _gates, launch.gate_norm, _serves_gate)
+turn_heads = Operator(
+    reference.turn_heads,
+    _turns,
+    launch.turn_heads,
+    lambda projected, heads, kv_heads, gains, cos, *_, **__: cos.dim() == 2 and supports(projected, cos),
+)
+enter_cache = Operator(reference.enter_cache, _entries, launch.enter_cache, _serves_entry)
+decode_attention = Operator(reference.decode_attention, _attention, launch.decode_attention, _serves_attention)
+activate = Operator(
+    reference.activate, lambda d: [_case(_row(d), "swiglu")], launch.activate, lambda x, kind: supports(x)
+)
 
 __all__ = [
     "Queries",

@@ -20,17 +20,19 @@ def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
     return d.x(), d.linear(vocabulary, d.sizes.width), d.below(vocabulary, d.sizes.tokens)
 
 
-linear_cross_entropy = Operator(reference.linear_cross_entropy, lambda d: [Case(_head(d), {"z_loss": 1e-4})])
-linear_cross_entropy.register_fused(launch.linear_cross_entropy, _serves)
-
+linear_cross_entropy = Operator(
+    reference.linear_cross_entropy, lambda d: [Case(_head(d), {"z_loss": 1e-4})], launch.linear_cross_entropy, _serves
+)
 # only loss + z has a correct gradient; here z is 0, so the loss has it
-training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), only=0)])
-training_cross_entropy.register_fused(launch.training_cross_entropy, _serves)
-
-token_likelihoods = Operator(reference.token_likelihoods, lambda d: [Case(_head(d), gradients=False, only=0)])
-token_likelihoods.register_fused(launch.token_likelihoods, _serves)
-
-head_piece = Operator(reference.head_piece, lambda d: [Case(_head(d))])
-head_piece.register_fused(launch.head_piece, _serves)
+training_cross_entropy = Operator(
+    reference.training_cross_entropy, lambda d: [Case(_head(d), only=0)], launch.training_cross_entropy, _serves
+)
+token_likelihoods = Operator(
+    reference.token_likelihoods,
+    lambda d: [Case(_head(d), gradients=False, only=0)],
+    launch.token_likelihoods,
+    _serves,
+)
+head_piece = Operator(reference.head_piece, lambda d: [Case(_head(d))], launch.head_piece, _serves)
 
 __all__ = ["head_piece", "linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.mix_projection import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.mix_projection import autograd, reference
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
 WIDEST_HEAD = 4096
@@ -46,13 +46,7 @@ def _layers(d: Draw) -> Cases:
     yield Case(args, {"gains": gains}, fixed=d.table, moved=(4 * 3, 4 * 5))
 
 
-mix_projection = Operator(reference.mix_projection, _mixtures)
-mix_heads = Operator(reference.mix_heads, _layers)
-
-if INSTALLED:
-    from residua.ops.mix_projection import autograd
-
-    mix_projection.register_fused(autograd.mix_projection, _serves)
-    mix_heads.register_fused(autograd.mix_heads, _serves_heads)
+mix_projection = Operator(reference.mix_projection, _mixtures, autograd.mix_projection, _serves)
+mix_heads = Operator(reference.mix_heads, _layers, autograd.mix_heads, _serves_heads)
 
 __all__ = ["Heads", "Sections", "mix_heads", "mix_projection", "per_head"]

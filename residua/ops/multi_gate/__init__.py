@@ -7,8 +7,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Draw
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.multi_gate import inversion, reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.multi_gate import autograd, inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 
 MOST_STREAMS = 16
@@ -48,20 +48,19 @@ def _chain(d: Draw, **settings: bool) -> Case:
 multi_gate = Operator(
     reference.multi_gate,
     lambda d: [Case(_junction(d), moved=(2 * d.sizes.streams + 2, 3 * d.sizes.streams + 3))],
+    autograd.multi_gate,
+    _serves,
     compile_seconds=5,
 )
-multi_gate_chain = Operator(reference.multi_gate_chain, lambda d: [_chain(d)])
-multi_gate_inverted = Operator(inversion.multi_gate_inverted, lambda d: [_chain(d, last=True)])
-pool_streams = Operator(
-    reference.pool_streams, lambda d: [Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), only=0)]
+multi_gate_chain = Operator(reference.multi_gate_chain, lambda d: [_chain(d)], autograd.multi_gate_chain, _serves_chain)
+multi_gate_inverted = Operator(
+    inversion.multi_gate_inverted, lambda d: [_chain(d, last=True)], autograd.multi_gate_inverted, _serves_chain
 )
-
-if INSTALLED:
-    from residua.ops.multi_gate import autograd
-
-    multi_gate.register_fused(autograd.multi_gate, _serves)
-    multi_gate_chain.register_fused(autograd.multi_gate_chain, _serves_chain)
-    multi_gate_inverted.register_fused(autograd.multi_gate_inverted, _serves_chain)
-    pool_streams.register_fused(autograd.pool_streams, _serves_pool)
+pool_streams = Operator(
+    reference.pool_streams,
+    lambda d: [Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), only=0)],
+    autograd.pool_streams,
+    _serves_pool,
+)
 
 __all__ = ["gates", "multi_gate", "multi_gate_chain", "multi_gate_inverted", "pool", "pool_streams", "pool_weights"]

@@ -6,21 +6,20 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.norm_rotate import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.norm_rotate import launch, reference
 from residua.ops.norm_rotate.reference import rotate
+
+
+def _serves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> bool:
+    return supports(x, weight, cos, sin)
+
 
 norm_rotate = Operator(
     reference.norm_rotate,
     lambda d: [Case((d.heads(), d.w(d.sizes.head_dim), *d.table), fixed=d.table)],
+    launch.norm_rotate,
+    _serves,
 )
-
-if INSTALLED:
-    from residua.ops.norm_rotate import launch
-
-    def _serves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> bool:
-        return supports(x, weight, cos, sin)
-
-    norm_rotate.register_fused(launch.norm_rotate, _serves)
 
 __all__ = ["norm_rotate", "rotate"]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.rms_norm import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.rms_norm import launch, reference
 
 WIDEST = 16_384
 
@@ -23,16 +23,11 @@ def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
 rms_norm = Operator(
     reference.rms_norm,
     lambda d: [Case((d.x(), d.gain())), Case((d.x(), d.gain()), {"affine": d.gain()}, "scaled")],
+    launch.rms_norm,
+    _serves,
 )
 add_norm = Operator(
-    reference.add_norm,
-    lambda d: [Case((d.x(), d.x(), d.gain()), moved=(4, 4))],
+    reference.add_norm, lambda d: [Case((d.x(), d.x(), d.gain()), moved=(4, 4))], launch.add_norm, _serves_sum
 )
-
-if INSTALLED:
-    from residua.ops.rms_norm import launch
-
-    rms_norm.register_fused(launch.rms_norm, _serves)
-    add_norm.register_fused(launch.add_norm, _serves_sum)
 
 __all__ = ["add_norm", "rms_norm"]

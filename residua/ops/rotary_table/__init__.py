@@ -27,25 +27,25 @@ def _scaled_rotary_cos_sin(positions: Tensor, frequencies: Tensor, factor: float
 
 def _rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     run = _rotary_cos_sin if torch.compiler.is_compiling() else reference.rotary_table
-    cos, sin = run(positions, head_dim, theta)
-    return cos, sin
+    return run(positions, head_dim, theta)
 
 
 def _scaled_rotary_table(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     run = _scaled_rotary_cos_sin if torch.compiler.is_compiling() else reference.scaled_rotary_table
-    cos, sin = run(positions, frequencies, factor)
-    return cos, sin
+    return run(positions, frequencies, factor)
 
 
 rotary_table = Operator(
     reference.rotary_table,
     lambda d: [Case((d.positions(), d.sizes.head_dim, 10_000.0), gradients=False)],
+    _rotary_table,
+    lambda *_: True,
 )
-rotary_table.register_fused(_rotary_table, lambda *_: True)
 scaled_rotary_table = Operator(
     reference.scaled_rotary_table,
     lambda d: [Case((d.positions(), d.w(d.sizes.head_dim // 2), 1.5), gradients=False)],
+    _scaled_rotary_table,
+    lambda *_: True,
 )
-scaled_rotary_table.register_fused(_scaled_rotary_table, lambda *_: True)
 
 __all__ = ["rotary_table", "scaled_rotary_table"]

@@ -6,17 +6,11 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
-from residua.ops._runtime.triton_support import INSTALLED, supports
-from residua.ops.short_convolution import reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.short_convolution import launch, reference
 from residua.ops.short_convolution.reference import short_convolution, unit
 
 MOST_TAPS = 4
-
-convolve_heads = Operator(
-    reference.convolve_heads,
-    lambda d: [Case((d.x(*d.sizes.batch, 6 * d.sizes.head_dim), d.w(4, 4 * d.sizes.head_dim), 1, 2))],
-    compile_seconds=2,
-)
 
 
 def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int, **_: Any) -> bool:
@@ -26,9 +20,12 @@ def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int,
     return fits and projected.numel() > 0 and supports(projected, weight)
 
 
-if INSTALLED:
-    from residua.ops.short_convolution import launch
-
-    convolve_heads.register_fused(launch.convolve_heads, _serves)
+convolve_heads = Operator(
+    reference.convolve_heads,
+    lambda d: [Case((d.x(*d.sizes.batch, 6 * d.sizes.head_dim), d.w(4, 4 * d.sizes.head_dim), 1, 2))],
+    launch.convolve_heads,
+    _serves,
+    compile_seconds=2,
+)
 
 __all__ = ["convolve_heads", "short_convolution", "unit"]

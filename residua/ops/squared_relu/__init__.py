@@ -6,8 +6,8 @@ from torch import Tensor
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import constant, working_dtype
-from residua.ops._runtime.triton_support import INSTALLED, INTERPRETED, supports
-from residua.ops.squared_relu import reference
+from residua.ops._runtime.triton_support import INTERPRETED, supports
+from residua.ops.squared_relu import launch, reference
 
 FEWEST_TOKENS = 2048
 """With fewer tokens, a library's matrix product and a pass over its small result take no longer than our kernel."""
@@ -34,25 +34,17 @@ def _is_hopper() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
 
 
-def _serves(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
-    return supports(x, w_in, w_out)
-
-
 def _cases(d: Draw) -> Cases:
     width = d.sizes.width
     args = (d.x(FEWEST_TOKENS, width), d.matrix(512, width), d.matrix(width, 512))
     yield Case(args, note="; its kernel needs Hopper")
 
 
-squared_relu_ffn = Operator(reference.squared_relu_ffn, _cases, compile_seconds=3)
+def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    run = launch.squared_relu_ffn if _pays(x, w_in) else reference.squared_relu_ffn
+    return run(x, w_in, w_out)
 
-if INSTALLED:
-    from residua.ops.squared_relu import launch
 
-    def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        run = launch.squared_relu_ffn if _pays(x, w_in) else reference.squared_relu_ffn
-        return run(x, w_in, w_out)
-
-    squared_relu_ffn.register_fused(_fused, _serves)
+squared_relu_ffn = Operator(reference.squared_relu_ffn, _cases, _fused, supports, compile_seconds=3)
 
 __all__ = ["squared_relu_ffn"]

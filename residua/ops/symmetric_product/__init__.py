@@ -7,8 +7,8 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import Operator, chosen_backend
 from residua.ops._runtime.cases import Case, Cases, Draw
-from residua.ops._runtime.triton_support import HOPPER_SHARED_MEMORY, INSTALLED, shared_memory, supports
-from residua.ops.symmetric_product import reference
+from residua.ops._runtime.triton_support import HOPPER_SHARED_MEMORY, shared_memory, supports
+from residua.ops.symmetric_product import launch, reference
 
 SMALLEST = 512
 """From this many rows on, half the tiles are faster than cuBLAS with all tiles."""
@@ -26,15 +26,11 @@ def _cases(d: Draw) -> Cases:
     yield Case((d.matrix(2, SMALLEST, d.sizes.width),), gradients=False, note="; its kernel needs Hopper or Blackwell")
 
 
-symmetric_product = Operator(reference.symmetric_product, _cases)
+def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
+    run = launch.symmetric_product if shared_memory(x) >= SHARED_BYTES else reference.symmetric_product
+    return run(x, *args, **settings)
 
-if INSTALLED:
-    from residua.ops.symmetric_product import launch
 
-    def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
-        run = launch.symmetric_product if shared_memory(x) >= SHARED_BYTES else reference.symmetric_product
-        return run(x, *args, **settings)
-
-    symmetric_product.register_fused(_fused, _serves)
+symmetric_product = Operator(reference.symmetric_product, _cases, _fused, _serves)
 
 __all__ = ["symmetric_product"]
