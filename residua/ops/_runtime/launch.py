@@ -124,8 +124,9 @@ def _write(entries: Sequence[int], device: torch.device) -> Tensor:
 
 
 def sum_rows(partial: Tensor, total: Tensor) -> None:
-    """total [LENGTH] = the sum of the rows of partial [parts, LENGTH], in a fixed order; float32 and contiguous."""
-    block = 4096 if INTERPRETED else 32
-    kernels.sum_kernel[(cdiv(len(total), block),)](
-        partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
-    )
+    """total, contiguous, = the sum of the rows of partial [parts, LENGTH], in float32 and a fixed order."""
+    single = total if total.dtype is torch.float32 else partial.new_empty(total.shape)
+    length, block = total.numel(), 4096 if INTERPRETED else 32
+    kernels.sum_kernel[(cdiv(length, block),)](partial, single, len(partial), LENGTH=length, PARTS=64, BLOCK=block)
+    if single is not total:
+        total.copy_(single)

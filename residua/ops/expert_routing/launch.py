@@ -94,10 +94,7 @@ def backward(
         SIGMOID=sigmoid, NORMALIZED=normalize, TOKENS=block, COLUMNS=columns, num_warps=8 if wide > 64 else 4,
         num_stages=2,
     )  # fmt: skip
-    total = g_weight if g_weight.dtype is torch.float32 else logits.new_empty(g_weight.shape)
-    sum_rows(partial, total.view(-1))
-    if total is not g_weight:
-        g_weight.copy_(total)
+    sum_rows(partial, g_weight)
 
 
 def route(

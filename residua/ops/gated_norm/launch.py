@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import Kernels, cdiv, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import Kernels, cdiv, dense_like, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
@@ -97,19 +97,16 @@ def forward(
     weight = weight.contiguous()
     x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
     (added,) = sums or [x]  # the norm's input
-    with device_guard(x):
-        kernels.prepare_kernel[(small.shape[2] // 64,)](
-            weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
-        )
-        if tokens:
-            hidden = torch.empty_like(bottleneck)
-            kernels.project_kernel[(project.tiles(tokens),)](
-                x, update, added, small, rstd, bottleneck, hidden, tokens, eps,
-                ADDED=len(sums) > 0, **sizes, **project.settings(),
-            )  # fmt: skip
-            kernels.gate_kernel[gate.shares(x)](
-                added, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings()
-            )
+    kernels.prepare_kernel[(small.shape[2] // 64,)](
+        weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
+    )
+    if tokens:
+        hidden = torch.empty_like(bottleneck)
+        kernels.project_kernel[(project.tiles(tokens),)](
+            x, update, added, small, rstd, bottleneck, hidden, tokens, eps,
+            ADDED=len(sums) > 0, **sizes, **project.settings(),
+        )  # fmt: skip
+        kernels.gate_kernel[gate.shares(x)](added, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings())
 
 
 @launcher("gated_norm_backward")
@@ -128,18 +125,17 @@ def backward(
     partial = torch.empty((parts, 1 + 2 * rank, width), dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
-    with device_guard(x):
-        if tokens:
-            kernels.reduce_kernel[(reduce.tiles(tokens),)](
-                g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
-            )
-        kernels.spread_kernel[(blocks, parts)](
-            g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
-            outputs[0], partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
-        )  # fmt: skip
-        kernels.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
-            partial, weight, *outputs[1:], parts, C=width, R=rank, PARTS=32, BLOCK=128
+    if tokens:
+        kernels.reduce_kernel[(reduce.tiles(tokens),)](
+            g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
         )
+    kernels.spread_kernel[(blocks, parts)](
+        g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
+        outputs[0], partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
+    )  # fmt: skip
+    kernels.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
+        partial, weight, *outputs[1:], parts, C=width, R=rank, PARTS=32, BLOCK=128
+    )
 
 
 def padded(down: Tensor) -> int:

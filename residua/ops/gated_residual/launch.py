@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops._runtime.launch import Kernels, cdiv, dense_like, device_guard, next_power_of_2, sum_rows
+from residua.ops._runtime.launch import Kernels, cdiv, dense_like, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import differentiable
 from residua.ops._runtime.triton_support import multiprocessors
@@ -53,14 +53,13 @@ def forward(
     project, gate, *_ = plans(rank, streams.element_size())
     hidden = streams.new_empty((tokens, rank))
     if tokens:
-        with device_guard(streams):
-            kernels.project_kernel[(project.tiles(tokens),)](
-                streams, injection, update, matrices, after, factors, parts, rstd, hidden, tokens, eps,
-                **sizes, **project.settings(),
-            )  # fmt: skip
-            kernels.gate_kernel[gate.shares(h)](
-                after, weight, matrices, rstd, hidden, h, tokens, **sizes, **gate.settings()
-            )
+        kernels.project_kernel[(project.tiles(tokens),)](
+            streams, injection, update, matrices, after, factors, parts, rstd, hidden, tokens, eps,
+            **sizes, **project.settings(),
+        )  # fmt: skip
+        kernels.gate_kernel[gate.shares(h)](
+            after, weight, matrices, rstd, hidden, h, tokens, **sizes, **gate.settings()
+        )
 
 
 @launcher("gated_residual_backward")
@@ -80,22 +79,21 @@ def backward(
     blocks = cdiv(width, spread.block)
     shares = max(1, min(spread.programs * multiprocessors(g) // (blocks * n), spread.tiles(tokens)))
     partial = torch.empty((shares, g_weights.numel()), dtype=torch.float32, device=g.device)
-    with device_guard(g):
-        if tokens:
-            kernels.reduce_kernel[(reduce.tiles(tokens),)](
-                g, g_factors, after, weight, matrices, factors, parts, rstd, hidden, d, m, tokens,
-                **sizes, **reduce.settings(),
-            )  # fmt: skip
-        kernels.spread_kernel[(blocks, n, shares)](
-            g, g_after, after, weight, matrices, rstd, hidden, d, m, g_streams, partial, tokens,
-            **sizes, **spread.settings(),
+    if tokens:
+        kernels.reduce_kernel[(reduce.tiles(tokens),)](
+            g, g_factors, after, weight, matrices, factors, parts, rstd, hidden, d, m, tokens,
+            **sizes, **reduce.settings(),
         )  # fmt: skip
-        if tokens:
-            kernels.write_backward_kernel[(cdiv(tokens, 16),)](
-                g_streams, injection, update, g_update, g_injection, tokens,
-                C=width, N=n, FACTORS=FACTORS, TOKENS=16, BLOCK=128,
-            )  # fmt: skip
-        sum_rows(partial, g_weights.view(-1))
+    kernels.spread_kernel[(blocks, n, shares)](
+        g, g_after, after, weight, matrices, rstd, hidden, d, m, g_streams, partial, tokens,
+        **sizes, **spread.settings(),
+    )  # fmt: skip
+    if tokens:
+        kernels.write_backward_kernel[(cdiv(tokens, 16),)](
+            g_streams, injection, update, g_update, g_injection, tokens,
+            C=width, N=n, FACTORS=FACTORS, TOKENS=16, BLOCK=128,
+        )  # fmt: skip
+    sum_rows(partial, g_weights)
 
 
 def gated_residual(

@@ -195,7 +195,7 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Iterator[Tensor]:
             g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, next_power_of_2(size)),
             ROWS=tile.tokens, BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    sum_rows(partial, total.view(-1))
+    sum_rows(partial, total)
 
 
 @launcher("manifold_weights")

@@ -110,10 +110,7 @@ def backward(
             STEPWISE=INTERPRETED, **plan.sizes(width),
         )  # fmt: skip
     for rows, g_weight in zip(partial, g_weights, strict=True):
-        total = g_weight if g_weight.dtype is torch.float32 else partial.new_empty(width)
-        sum_rows(rows, total)
-        if total is not g_weight:
-            g_weight.copy_(total)
+        sum_rows(rows, g_weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -115,7 +115,7 @@ def launch_backward(
         *d_projected.stride()[:2], eps, GROUP=dk.shape[2] // key_heads, **_constants(s, begins),
         **BACKWARD.settings(),
     )  # fmt: skip
-    sum_rows(partial, d_weight.view(-1))
+    sum_rows(partial, d_weight)
 
 
 def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:
