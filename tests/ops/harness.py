@@ -35,7 +35,15 @@ def results(run: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtyp
     outputs = [made] if isinstance(made, Tensor) else list(made)
     source = torch.Generator().manual_seed(1)
     probes = [torch.randn(y.shape, generator=source).to(y) for y in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, probes)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, probes, allow_unused=True, materialize_grads=True)]
+
+
+def named_results(
+    run: Callable[..., Any], inputs: Mapping[str, Tensor], outputs: Sequence[str], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """`results` of named arguments: the outputs, and the gradient "g x" of each input x."""
+    found = results(lambda *leaves: run(**dict(zip(inputs, leaves, strict=True))), list(inputs.values()), dtype)
+    return dict(zip((*outputs[: len(found) - len(inputs)], *(f"g {name}" for name in inputs)), found, strict=True))
 
 
 def relative(a: Tensor, b: Tensor) -> float:

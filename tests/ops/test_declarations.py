@@ -94,6 +94,42 @@ def test_tracing_knows_the_shapes_of_all_results(name: str) -> None:
     assert bool(shapes.called) == (name not in UNREGISTERED)
 
 
+def fused(operator: Operator, case: Case) -> bool:
+    with ops.backend("triton"):
+        return case.is_fused(operator)
+
+
+TRAINED = [name for name in REGULAR if EXAMPLES[name][1].gradients and fused(*EXAMPLES[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_operator_compiles_into_one_graph(name: str) -> None:
+    operator, case = EXAMPLES[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args, **settings: operator(*args, **settings), backend="aot_eager", fullgraph=True)
+    with ops.backend("triton"):
+        assert_equal(case.results(compiled), case.results(operator))
+
+
+def gradients_of_each_output(operator: Operator, case: Case, choice: str) -> list[list[Tensor]]:
+    args, settings, leaves = case.leaves()
+    with ops.backend(choice):
+        values = operator(*args, **settings)
+    outputs = tree_leaves(values if case.only is None else values[case.only])
+    totals = [y.float().sin().sum() for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+    several = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return [list(torch.autograd.grad(total, leaves, **several)) for total in totals if len(totals) > 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_unused_outputs_do_not_affect_gradients(name: str) -> None:
+    ours, plain = (gradients_of_each_output(*EXAMPLES[name], choice) for choice in ("triton", "reference"))
+    for each, exact in zip(ours, plain, strict=True):
+        torch.testing.assert_close(each, exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_input_gives_results_of_the_reference(name: str) -> None:

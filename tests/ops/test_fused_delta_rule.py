@@ -15,7 +15,7 @@ from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
 from residua.ops.delta_rule.reference import naive
 from tests.nightly import only_nightly
 from tests.ops import test_delta_rule as plain
-from tests.ops.harness import assert_close, assert_equal, assert_one_graph
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, results
 
 GPU = torch.device("cuda")
 Rule = Callable[..., Sequence[Tensor]]
@@ -49,13 +49,7 @@ def documents(batch: int, length: int, share: float = 0.05) -> Tensor:
 
 def follows(fused: Rule, exact: Rule, inputs: Sequence[Tensor], most: float) -> None:
     """Outputs and all gradients of a random scalar of them have relative RMS errors below `most`."""
-    low = [x.detach().requires_grad_() for x in inputs]
-    high = [x.detach().cpu().double().requires_grad_() for x in low]
-    found, expected = fused(*low), exact(*high)
-    probes = [torch.randn_like(y) for y in expected]
-    ours = torch.autograd.grad(found, low, [p.to(y) for p, y in zip(probes, found, strict=True)])
-    theirs = torch.autograd.grad(expected, high, probes)
-    assert_close([*found, *ours], [*expected, *theirs], most)
+    assert_close(results(fused, inputs), results(exact, [x.cpu() for x in inputs], torch.float64), most)
 
 
 def rule_follows(

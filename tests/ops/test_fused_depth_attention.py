@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua import ops
-from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, relative
+from tests.ops.harness import assert_close, assert_equal, relative
 
 pytestmark = pytest.mark.slow
 
@@ -74,13 +74,6 @@ def test_very_large_scores_do_not_overflow():
 def test_two_runs_are_bit_identical():
     case = inputs(5, 40)
     assert_equal(run("triton", *case), run("triton", *case))
-
-
-def test_the_fused_read_compiles_into_one_graph():
-    sources, query, gain, _ = inputs(3, 24)
-    torch._dynamo.reset()
-    read = choose("triton", lambda *leaves: ops.depth_attention(leaves[:-1], leaves[-1], norm_weight=gain))
-    assert_one_graph(read, [*sources, query])
 
 
 def test_options_without_a_kernel_are_refused_by_name():

@@ -19,6 +19,7 @@ from tests.ops.harness import (
     choose,
     gradients,
     interpreter,
+    named_results,
     on_gpu,
     relative,
 )
@@ -237,19 +238,6 @@ def test_empty_input_gives_empty_output_and_zero_gradients():
     assert not any(results[f"{name} q 1"].any() for name in ("own", "other", "gain"))
 
 
-@interpreter
-def test_unused_output_gets_no_gradient():
-    layers = Layers()
-    found = []
-    for choice in ("reference", "triton"):
-        leaves = {name: t.detach().requires_grad_() for name, t in layers.leaves.items()}
-        with ops.backend(choice):
-            values = layers(leaves, layers.table)[6]
-        grads = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        found.append(dict(zip(leaves, grads, strict=True)))
-    assert_close(found[1], {name: g.double() for name, g in found[0].items()}, 2e-6)
-
-
 def heads(layers):
     """The fused layers as a function of their leaves."""
     return choose("triton", lambda *leaves: layers(dict(zip(layers.leaves, leaves, strict=True)), layers.table))
@@ -276,11 +264,7 @@ SCALES = {"elementwise": (3, 7), "headwise": (3,), "scalar": (), "one axis": (3,
 
 
 def mixed(choice: str, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
-    with ops.backend(choice):
-        y = ops.mix_projection(**leaves, eps=1e-3)
-    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), probe), strict=True))
+    return named_results(choose(choice, ops.mix_projection, eps=1e-3), inputs, ("y",), dtype)
 
 
 @interpreter

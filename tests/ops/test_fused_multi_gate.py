@@ -1,6 +1,7 @@
 """The fused junction, alone and with the norm after it, against float64; and chains that keep few streams."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
@@ -11,12 +12,11 @@ from residua import ops
 from residua.ops.multi_gate import multi_gate_chain, reference
 from residua.ops.rms_norm.reference import rms_norm
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, assert_equal, assert_one_graph, interpreter, on_gpu
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, interpreter, on_gpu, results
 
 pytestmark = pytest.mark.slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
-NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
 EPS, NORM_EPS = 1e-6, 1e-3
 
 
@@ -26,20 +26,7 @@ def junction(tokens: int, n: int, width: int, competitive: bool, device: str = "
     return [torch.randn(shape, device=device) for shape in shapes]
 
 
-def with_gradients(operator: Callable, inputs: list[Tensor], dtype: torch.dtype, **settings: bool) -> list[Tensor]:
-    """Outputs, and the gradients of a random functional of both, in every input."""
-    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
-    outputs = operator(*leaves, **settings)
-    generator = torch.Generator().manual_seed(1)
-    # numbers that bfloat16 has too: the functional is the same in every dtype
-    probes = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs]
-    total = sum((probe * y).sum() for probe, y in zip(probes, outputs, strict=True))
-    return [*outputs, *torch.autograd.grad(total, leaves)]
-
-
-def triton(*args: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
-    with ops.backend("triton"):
-        return ops.multi_gate(*args, **settings)
+triton = choose("triton", ops.multi_gate)
 
 
 SIZES = {
@@ -61,9 +48,8 @@ GATES = [*product(SIZES, (True,)), ("padded streams", False)]
 def test_the_kernels_equal_the_reference_in_every_gradient(case):
     size, competitive = case
     inputs = junction(*SIZES[size], competitive)
-    exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
-    ours = with_gradients(triton, inputs, torch.float32, competitive=competitive)
-    assert_close(ours, exact, 5e-6)
+    exact = results(partial(reference.multi_gate, competitive=competitive), inputs, torch.float64)
+    assert_close(results(partial(triton, competitive=competitive), inputs), exact, 5e-6)
 
 
 @interpreter
@@ -79,18 +65,6 @@ def test_non_contiguous_and_batched_inputs_are_accepted():
     (g,) = torch.autograd.grad(h.sum() + s.square().sum(), leaf)
     (want,) = torch.autograd.grad(want_h.sum() + want_s.square().sum(), leaf)
     assert torch.allclose(g, want, atol=1e-5)
-
-
-@interpreter
-def test_gradients_need_only_one_of_the_outputs():
-    inputs = junction(3, 2, 12, True)
-    for output in (0, 1):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        exact = [t.double().requires_grad_() for t in inputs]
-        ours = torch.autograd.grad(triton(*leaves)[output].square().sum(), leaves)
-        want = torch.autograd.grad(reference.multi_gate(*exact)[output].square().sum(), exact, allow_unused=True)
-        for a, b in zip(ours, want, strict=True):
-            assert torch.allclose(a.double(), torch.zeros_like(a).double() if b is None else b, atol=1e-5)
 
 
 def chain(
@@ -231,13 +205,8 @@ TOLERANCE = {FP32: 2e-5, BF16: 1e-2}
 @pytest.mark.parametrize(("n", "width", "dtype", "competitive"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_gpu_gradients_are_correct(n, width, dtype, competitive):
     inputs = [t.to(dtype) if t.dim() > 1 else t for t in junction(700, n, width, competitive, "cuda")]
-    exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
-
-    def mixed(streams: Tensor, update: Tensor, *weights: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
-        return triton(streams.to(dtype), update.to(dtype), *weights, **settings)
-
-    ours = with_gradients(mixed, inputs, torch.float32, competitive=competitive)
-    assert_close(ours, exact, TOLERANCE[dtype])
+    exact = results(partial(reference.multi_gate, competitive=competitive), inputs, torch.float64)
+    assert_close(results(partial(triton, competitive=competitive), inputs), exact, TOLERANCE[dtype])
 
 
 @on_gpu
