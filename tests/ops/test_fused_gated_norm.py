@@ -34,8 +34,8 @@ def test_the_kernels_equal_the_reference_in_every_gradient(size):
 @interpreter
 def test_several_row_tiles_per_program_are_correct(monkeypatch):
     rows, tokens = launch.TilePlan(16, 16, 4), launch.TilePlan(16, 16, 4, 1, 1)
-    monkeypatch.setattr(launch, "forward_plan", lambda *_: launch.Forward(rows, tokens))
-    monkeypatch.setattr(launch, "backward_plan", lambda *_: launch.Backward(rows, tokens))
+    monkeypatch.setattr(launch, "forward_plan", lambda *_: (rows, tokens))
+    monkeypatch.setattr(launch, "backward_plan", lambda *_: (rows, tokens))
     assert_exact(drawn(100, 20, 3))
 
 

@@ -49,6 +49,7 @@ def trained(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor,
     return [loss, z, *torch.autograd.grad(g * (loss + z), leaves)]
 
 
+both = pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
 fused_operator, fused_training = (choose("triton", f) for f in (ops.linear_cross_entropy, ops.training_cross_entropy))
 
 
@@ -60,24 +61,11 @@ def chunks(request, monkeypatch):
         monkeypatch.setattr(launch, "TILE", 1)
 
 
-def test_training_gradients_of_the_sum_equal_the_reference(chunks):
-    drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    ours = trained(launch.training_cross_entropy, *drawn, 0.7)
-    assert_close(ours, results(reference, *drawn, (0.7, 0.7)), 1e-12)
-
-
 @interpreter
 def test_training_kernel_equals_the_reference(chunks):
     hidden, weight, targets = inputs()
     exact = results(reference, hidden.double(), weight.double(), targets, (0.7, 0.7))
     assert_close(trained(fused_training, hidden, weight, targets, 0.7), exact, 2e-6)
-
-
-def test_training_on_ignored_or_no_tokens_gives_zero_loss(chunks):
-    hidden, weight, targets = inputs()
-    ignored = trained(launch.training_cross_entropy, hidden, weight, torch.full_like(targets, -100), 1.0)
-    absent = trained(launch.training_cross_entropy, hidden[:0], weight, targets[:0], 1.0)
-    assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
 
 
 def test_training_with_zero_coefficient_still_learns_target():
@@ -118,10 +106,10 @@ def refused(monkeypatch):
     monkeypatch.setattr(launch, "backward", backward)
 
 
-def test_gradients_of_a_sum_are_computed_in_the_forward_pass(chunks, refused):
+@both
+def test_gradients_of_a_sum_are_computed_in_the_forward_pass(operator, chunks, refused):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    exact = results(reference, *drawn, (0.7, 0.7))
-    assert_close(trained(launch.linear_cross_entropy, *drawn, 0.7), exact, 1e-12)
+    assert_close(trained(operator, *drawn, 0.7), results(reference, *drawn, (0.7, 0.7)), 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
@@ -182,10 +170,11 @@ def test_coefficient_cancelling_to_zero_still_learns_target():
     assert_close(results(launch.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
-def test_ignored_or_no_tokens_give_zero_loss(chunks):
+@both
+def test_ignored_or_no_tokens_give_zero_loss(operator, chunks):
     hidden, weight, targets = inputs()
-    ignored = results(launch.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
-    absent = results(launch.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
+    ignored = trained(operator, hidden, weight, torch.full_like(targets, -100), 1.0)
+    absent = trained(operator, hidden[:0], weight, targets[:0], 1.0)
     assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
     assert absent[2].shape == (0, WIDTH)
 
@@ -223,7 +212,7 @@ def test_compiles_into_one_graph(refused):
     assert_one_graph(lambda h, w: sum(launch.linear_cross_entropy(h * 2, w, targets, z_loss=Z)), (hidden, weight))
 
 
-@pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
+@both
 def test_no_gradients_are_computed_if_none_are_required(operator, chunks):
     hidden, weight, targets = inputs()
     wanted = operator(hidden.clone().requires_grad_(), weight, targets, z_loss=Z)
@@ -236,7 +225,7 @@ def test_no_gradients_are_computed_if_none_are_required(operator, chunks):
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(plain, wanted, strict=True))
 
 
-@pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
+@both
 def test_a_second_derivative_is_refused(operator):
     hidden, weight, targets = inputs()
     hidden.requires_grad_()

@@ -47,37 +47,26 @@ class TilePlan(NamedTuple):
         return blocks, max(1, min(most, self.tiles(x.shape[0])))
 
 
-class Forward(NamedTuple):
-    """A kernel that loops over channels and one that loops over tokens."""
-
-    project: TilePlan
-    gate: TilePlan
-
-
-class Backward(NamedTuple):
-    reduce: TilePlan
-    spread: TilePlan
-
-
-def forward_plan(width: int, rank: int, size: int) -> Forward:
-    """The plan for elements of `size` bytes.
+def forward_plan(size: int) -> tuple[TilePlan, TilePlan]:
+    """The plans of project, which loops over channels, and gate, which loops over tokens, for elements of `size` bytes.
 
     Two warps per program, because with four warps and 64 rows Triton's products are asynchronous. A product that
     accumulates over steps may then still read x when the next tile is loaded into its buffer: x has a second use, for
     which Triton allocates one buffer too few.
     """
     if size == 4:
-        return Forward(TilePlan(32, 64, 4, 2), TilePlan(32, 64, 4, 2, 3))
-    return Forward(TilePlan(32, 64, 2, 3), TilePlan(32, 64, 2, 3, 8))
+        return TilePlan(32, 64, 4, 2), TilePlan(32, 64, 4, 2, 3)
+    return TilePlan(32, 64, 2, 3), TilePlan(32, 64, 2, 3, 8)
 
 
-def backward_plan(width: int, rank: int, size: int) -> Backward:
-    """The last plan's products over 64 rows are asynchronous, but each step waits for its own results."""
+def backward_plan(rank: int, size: int) -> tuple[TilePlan, TilePlan]:
+    """The plans of reduce and spread. The last one's products over 64 rows are asynchronous, but each step waits for
+    its own results."""
     if size == 4:
-        return Backward(TilePlan(32, 32, 4, 2), TilePlan(32, 32, 4, 2, 3))
+        return TilePlan(32, 32, 4, 2), TilePlan(32, 32, 4, 2, 3)
     if rank > 16:
-        return Backward(TilePlan(32, 64, 2, 3), TilePlan(32, 32, 2, 3, 6))
-    return Backward(TilePlan(32, 64, 2, 3, 0, 128), TilePlan(64, 64, 4, 3, 2))
+        return TilePlan(32, 64, 2, 3), TilePlan(32, 32, 2, 3, 6)
+    return TilePlan(32, 64, 2, 3, 0, 128), TilePlan(64, 64, 4, 3, 2)
 
 
 @launcher("gated_norm")
@@ -93,7 +82,7 @@ def forward(
     yield outputs
     out, small, rstd, bottleneck, *sums = outputs
     sizes = {"C": width, "RANK": rank, "PITCH": small.shape[2]}
-    project, gate = forward_plan(width, rank, x.element_size())
+    project, gate = forward_plan(x.element_size())
     weight = weight.contiguous()
     x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
     (added,) = sums or [x]  # the norm's input
@@ -120,7 +109,7 @@ def backward(
     (tokens, width), rank = x.shape, down.shape[0]
     hidden, slope = torch.empty((2, *bottleneck.shape), dtype=x.dtype, device=x.device)
     pull = torch.empty_like(rstd)
-    reduce, spread = backward_plan(width, small.shape[1], x.element_size())
+    reduce, spread = backward_plan(small.shape[1], x.element_size())
     blocks, parts = spread.shares(x)
     partial = torch.empty((parts, 1 + 2 * rank, width), dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
