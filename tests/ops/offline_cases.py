@@ -216,17 +216,18 @@ def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5)
     both((*read, state[0]))
 
 
-def gated_delta(dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
-    """Documents and a state to continue, or neither."""
+def delta_rule(channels: bool, dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
+    """With a decay per channel or per head; documents and a state to continue, or neither."""
+    rule = autograd.kimi_delta if channels else autograd.gated_delta
     q, k = (draw(2, length, key_heads, width, dtype=dtype) for _ in range(2))
-    gates = [draw(2, length, 2) for _ in range(2)]
+    v, gates = draw(2, length, 2, width, dtype=dtype), (draw(2, length, 2, *[width] * channels), draw(2, length, 2))
     segments, state = (torch.zeros(2, length), draw(2, 2, width, width)) if packed else (None, None)
-    o, last = ops.gated_delta(q, k, draw(2, length, 2, width, dtype=dtype), *gates, segments=segments, state=state)
+    o, last = rule(q, k, v, *gates, segments=segments, state=state)
     both((o, last) if packed else o)
-    with torch.no_grad():
-        ops.gated_delta(q, k, o, *gates)
-        one = [x[:, 0] for x in (q, k, o, *gates)]
-        gated_delta_step(*one, torch.zeros(2, 2, width, width))
+    if not channels:
+        with torch.no_grad():
+            rule(q, k, v, *gates)
+            gated_delta_step(*(x[:, 0] for x in (q, k, v, *gates)), torch.zeros(2, 2, width, width))
 
 
 def convolve_heads(dtype: torch.dtype, width: int, taps: int, packed: bool, length: int = 70) -> None:
@@ -412,16 +413,6 @@ def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) 
             _, held = inference.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
-def kimi_delta(dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
-    """As `gated_delta`."""
-    q, k = (draw(2, length, key_heads, width, dtype=dtype) for _ in range(2))
-    gates = draw(2, length, 2, width), draw(2, length, 2)
-    segments, state = (torch.zeros(2, length), draw(2, 2, width, width)) if packed else (None, None)
-    v = draw(2, length, 2, width, dtype=dtype)
-    o, last = autograd.kimi_delta(q, k, v, *gates, segments=segments, state=state)
-    both((o, last) if packed else o)
-
-
 def kimi_products(dtype: torch.dtype, width: int, tokens: int = 70) -> None:
     q, k, v = (draw(1, tokens, 2, width, dtype=dtype) for _ in range(3))
     both(ops.kimi_delta(q, k, v, draw(1, tokens, 2, width), draw(1, tokens, 2)))
@@ -451,8 +442,8 @@ def small_cases() -> Iterator[Case]:
     yield case(gated_norm, FP32, 33, 4)
     yield case(gated_residual, BF16, 512, 4, 64)
     yield case(gated_residual, FP32, 33, 3, 5)
-    yield case(gated_delta, BF16, 128, 2, False)
-    yield case(gated_delta, BF16, 32, 1, True)
+    yield case(delta_rule, False, BF16, 128, 2, False)
+    yield case(delta_rule, False, BF16, 32, 1, True)
     yield case(convolve_heads, BF16, 128, 4, False)
     yield case(convolve_heads, FP32, 16, 3, True)
     yield case(delta_mixer, BF16, 128, 1)
@@ -468,8 +459,8 @@ def small_cases() -> Iterator[Case]:
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
     yield case(kimi_products, FP32, 40)
-    yield case(kimi_delta, BF16, 128, 2, False)
-    yield case(kimi_delta, BF16, 32, 1, True)
+    yield case(delta_rule, True, BF16, 128, 2, False)
+    yield case(delta_rule, True, BF16, 32, 1, True)
     yield case(expert_routing, BF16, 512, 16, 3, "softmax")
     yield case(expert_routing, FP32, 40, 20, 2, "sigmoid")
     yield case(expert_ffn, BF16, 512, 512, 16, "relu2", 2048, 3)
@@ -547,7 +538,7 @@ def wide_cases() -> Iterator[Case]:
         for sizes in ((40, 3, 4, 4), (128, 1, 2, 1), (512, 2, 4, 2), (4096, 1, 8, 8), (9000, 64, 8, 1)):
             yield case(decode_heads, dtype, width, *sizes)
     for width, key_heads, packed in product((16, 32, 64, 128), (1, 2), switch):
-        yield case(gated_delta, BF16, width, key_heads, packed)
+        yield case(delta_rule, False, BF16, width, key_heads, packed)
         yield case(delta_mixer, BF16, width, key_heads)
     for dtype, width, taps, packed in product(dtypes, (16, 128, 256), (1, 2, 3, 4), switch):
         yield case(convolve_heads, dtype, width, taps, packed)

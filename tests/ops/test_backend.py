@@ -105,15 +105,6 @@ def test_an_operator_as_a_class_attribute_is_not_bound(operator: Operator) -> No
     assert holder().operator is operator and holder.operator is operator
 
 
-def test_public_operators_exist() -> None:
-    names = ("depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy")
-    names += ("mix_heads", "hyper_step", "sinkhorn", "add_norm")
-    for name in names:
-        operator = getattr(ops, name)
-        assert isinstance(operator, Operator)
-        assert operator.__name__ == name and operator.__doc__
-
-
 ROWS = torch.randn(6, 16)
 HEAD = ROWS, torch.randn(8, 16), torch.arange(6)
 EXPERTS = ROWS, torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.tensor([2, 6], dtype=torch.int32)

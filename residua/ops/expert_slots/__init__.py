@@ -41,36 +41,31 @@ def slots_of(order: Tensor, ends: Tensor, choices: int) -> Slots:
 
 def dispatch(x: Tensor, slots: Slots) -> Tensor:
     """The rows x [N, C] of the tokens, one per slot in sorted order: [N·k, C]."""
-    rows: Tensor = _Dispatch.apply(x, slots.order, slots.place, slots.choices)
-    return rows
+    return _gather(x, slots.order, slots.place, slots.choices)
 
 
 def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
     """Σ over a token's slots of weight · result: y [N·k, C] in sorted order, weights [N, k]; returns [N, C]."""
-    back: Tensor = _Permute.apply(y, slots.place, slots.order)
+    back = _gather(y, slots.place, slots.order, 1)
     return (back.unflatten(0, weights.shape) * weights[..., None].to(y.dtype)).sum(1)
 
 
-class _Dispatch(torch.autograd.Function):
+def _gather(x: Tensor, order: Tensor, place: Tensor, choices: int) -> Tensor:
+    rows: Tensor = _Gather.apply(x, order, place, choices)
+    return rows
+
+
+class _Gather(torch.autograd.Function):
+    """x[order // choices]; `place` is the inverse of `order`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, choices: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.choices = choices
-        return x[order // choices]
+        return x[order if choices == 1 else order // choices]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
-        return gradients[0][place].unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return y[permutation]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None
+        rows = gradients[0][place]
+        return rows if ctx.choices == 1 else rows.unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
