@@ -92,13 +92,8 @@ def _mix_heads_backward(ctx: Any, *grads: Tensor | None) -> Sequence[Any]:
     known = any(g is not None for g in passed)
     d_projected, d_gamma, sums, *d_anchors = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
     d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]
-    return (
-        d_projected,
-        None if gamma is None else d_gamma.to(gamma.dtype),
-        None,
-        d_anchors,
-        *grouped(d_rest, ctx.lengths[4:8]),
-    )
+    g_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
+    return d_projected, g_gamma, None, d_anchors, *grouped(d_rest, ctx.lengths[4:8])
 
 
 @differentiable(_mix_heads_backward)
