@@ -141,7 +141,6 @@ def test_stopwatch_averages_the_first_training_passes(monkeypatch: pytest.Monkey
 
 def test_a_new_run_starts_with_the_weights_of_one_process() -> None:
     config = run_config("exoformer")
-    torch.manual_seed(0)
     whole = residua.build(config.model).state_dict()
     torch.manual_seed(0)
     states = [(name, part.state_dict()) for name, part in starting_parts(config)]

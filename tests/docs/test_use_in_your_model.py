@@ -34,7 +34,6 @@ def test_plain_gpt_takes_sixty_lines_with_three_of_ours():
 
 @torch.no_grad()
 def test_the_plain_gpt_starts_at_the_uniform_loss():
-    torch.manual_seed(0)
     scope: dict = {}
     exec(python_blocks(PAGE)[0], scope)
     tokens = torch.randint(256, (4, 33))
@@ -70,7 +69,6 @@ def test_additive_topology_equals_the_original_gpt(gpt):
 def depth() -> Iterator[dict]:
     """The page's code as a module: the compiler imports what it compiles by name."""
     pytest.importorskip("transformers")
-    torch.manual_seed(0)
     page = ModuleType("llama_of_the_page")
     sys.modules[page.__name__] = page
     exec(python_blocks(PAGE)[1], vars(page))

@@ -31,7 +31,6 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
     return trained_like(bytes_config(small(layers=1, head={"kind": "untied"}, norm={"kind": "gatednorm", "rank": 2})))
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,13 @@ from torch import Tensor
 import residua
 from residua.config import choices
 from residua.config.run import Balance, RunConfig
-from residua.data.loader import Batch
 from residua.model.moe import Router, Routing, balance_loss
 from residua.storage.run import read_metrics
 from residua.train.balance import Balancer, build_balancer
 from residua.train.step import Step, build_step
 from tests.train.conftest import Lab
 from tests.train.test_resume import assert_same_run
-from tests.train.test_step import CPU, batch, weights
+from tests.train.test_step import CPU, batch, cut, make, weights
 
 LOADS = ["previous_step", "same_step"]
 pytestmark = pytest.mark.slow
@@ -33,14 +33,7 @@ def mixture(config: RunConfig) -> RunConfig:
     )
 
 
-def made(config: RunConfig, *changes: str) -> Step:
-    torch.manual_seed(0)
-    config = config.override(list(changes))
-    return build_step(residua.build(config.model).double(), config.train, CPU)
-
-
-def cut(whole: Batch, pieces: int) -> list[Batch]:
-    return [Batch(*parts) for parts in zip(whole.tokens.chunk(pieces), whole.targets.chunk(pieces), strict=True)]
+made = partial(make, double=True)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -66,7 +66,6 @@ def test_all_presets_have_the_same_final_validation_limit() -> None:
 def test_document_losses_add_up_to_the_loss(config: RunConfig, masking: str) -> None:
     run = longer(config).override([f"data.masking={masking}"])
     dataset = Dataset.open(str(run.data.path))
-    torch.manual_seed(0)
     step = build_step(residua.build(run.model), run.train, torch.device("cpu"))
     found = by_document(final_batches(run, dataset), step.token_losses, run, dataset)
     batches = list(validation_batches(dataset.split("validation"), 16, 3, segments=masking == "documents"))

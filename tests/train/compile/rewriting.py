@@ -29,7 +29,7 @@ def rewriting(*rewrites: Rewrite, seen: list[GraphModule]) -> Any:
     """A backend that rewrites the forward and the backward graph, keeps them in `seen`, and runs them as they are."""
 
     def compile(module: GraphModule) -> Callable[..., Any]:
-        seen.append(_rewritten(module, *rewrites))
+        seen.append(rewritten(module, *rewrites))
         return seen[-1].forward
 
     return graphs_backend(compile)
@@ -44,8 +44,8 @@ def differentiated(
 
     def compile(module: GraphModule) -> Callable[..., Any]:
         number = len(plain.graphs)
-        plain.graphs.append(_rewritten(GraphModule(module, deepcopy(module.graph))))
-        ours.graphs.append(_rewritten(module, rewrite))
+        plain.graphs.append(rewritten(GraphModule(module, deepcopy(module.graph))))
+        ours.graphs.append(rewritten(module, rewrite))
         return lambda *args: running.graphs[number](*args)
 
     compiled = torch.compile(function, backend=graphs_backend(compile), fullgraph=True)
@@ -57,7 +57,8 @@ def differentiated(
     return plain, ours
 
 
-def _rewritten(module: GraphModule, *rewrites: Rewrite) -> GraphModule:
+def rewritten(module: GraphModule, *rewrites: Rewrite) -> GraphModule:
+    """The module, changed in place as before inductor compiles it."""
     Rewrites(*rewrites)(module.graph)
     module.recompile()
     return module
@@ -81,6 +82,20 @@ def graphs_backend(
     return aot_autograd(fw_compiler=boxed, bw_compiler=boxed, decompositions=select_decomp_table(), partition_fn=divide)
 
 
+def keeping(graphs: list[GraphModule], *rewrites: Rewrite) -> Any:
+    """A backend that rewrites the joint graph, divides it, and keeps the forward and the backward graph."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def divide(joint: GraphModule, *args: Any, **settings: Any) -> Any:
+        return min_cut_rematerialization_partition(rewritten(joint, *rewrites), *args, **settings)
+
+    def keep(module: GraphModule) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    return graphs_backend(keep, divide)
+
+
 def calls(module: GraphModule) -> Counter[str]:
     return Counter(str(n.target) for n in module.graph.nodes if n.op == "call_function")
 
@@ -91,9 +106,10 @@ def model_loss(**tables: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
     for name, p in model.named_parameters():
         if name.endswith("gate.up"):
             torch.nn.init.normal_(p)
+    return loss_of(model), list(model.parameters())
+
+
+def loss_of(model: torch.nn.Module) -> Callable[[], Tensor]:
+    """A model's loss on three tokens."""
     tokens, targets = tokens_and_targets(length=3)
-
-    def loss() -> Tensor:
-        return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    return loss, list(model.parameters())
+    return lambda: cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

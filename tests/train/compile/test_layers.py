@@ -72,7 +72,6 @@ EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
 """Cases where a compiler's other rounding exceeds the tolerance, for the whole model as well as for sublayers."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"full_attnres", "mgr", "nuresformer", "hybrid", "moe"}))
 def test_layers_that_share_code_train_bit_identically(config: RunConfig, shared: None, variant: str) -> None:
     plain, layered = _pair(config, ROUNDED, *_changes(config, variant))
@@ -186,7 +185,6 @@ def test_a_hook_on_a_sublayer_runs_only_for_it(config: RunConfig, shared: None) 
     assert (len(inside), len(silent)) == (0, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "heard"), [("prenorm", True), ("moe", False)])
 def test_a_rehearsal_has_no_side_effects(config: RunConfig, shared: None, caplog, variant: str, heard: bool) -> None:
     """Experts in a loop need data, so the rehearsal fails: it is only logged at debug level."""
@@ -201,7 +199,6 @@ def test_a_rehearsal_has_no_side_effects(config: RunConfig, shared: None, caplog
     assert torch.equal(weights(first.model), weights(second.model))
 
 
-@pytest.mark.slow
 def test_a_rehearsal_compiles_nothing(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     make(config, ROUNDED, LAYERED)._rehearse(batch(2, 0))
     assert counter.frame_count == 0

@@ -5,43 +5,26 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule
-from torch.nn.functional import cross_entropy
 
 import residua
 from residua import ops
-from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites.gated_products import recompute_gated
-from residua.train.compile.rewrites.graphs import Rewrites
+from residua.train.compile.rewrites.graphs import Rewrite
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
-from tests.train.compile.rewriting import graphs_backend
+from tests.ops.harness import assert_equal, interpreter
+from tests.train.compile.rewriting import keeping, loss_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, interpreter]
 LAYERS, WIDTH = 2, 32
 EXOFORMER: dict[str, Any] = {"anchors": {"kind": "exoformer"}}
 
 
-def trained(model: torch.nn.Module, rewritten: bool) -> tuple[list[torch.Tensor], int]:
+def trained(model: torch.nn.Module, *rewrites: Rewrite) -> tuple[list[torch.Tensor], int]:
     """The loss and the gradients, and how many numbers the forward graph saves."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     graphs: list[GraphModule] = []
-
-    def divide(joint: GraphModule, *inputs: Any, **settings: Any) -> Any:
-        if rewritten:
-            Rewrites(recompute_gated)(joint.graph)
-            joint.recompile()
-        return min_cut_rematerialization_partition(joint, *inputs, **settings)
-
-    def keep(module: GraphModule) -> Any:
-        graphs.append(module)
-        return module.forward
-
-    tokens, targets = tokens_and_targets(length=3)
     torch._dynamo.reset()
-    backend = graphs_backend(keep, divide)
-    loss = torch.compile(lambda: cross_entropy(model(tokens).flatten(0, 1), targets.flatten()), backend=backend)
-    value = loss()
+    value = torch.compile(loss_of(model), backend=keeping(graphs, *rewrites))()
     values = [value, *torch.autograd.grad(value, list(model.parameters()))]
     (output,) = graphs[0].graph.find_nodes(op="output")
     saved = (node.meta.get("val") for node in output.all_input_nodes)
@@ -64,7 +47,7 @@ def test_the_gated_output_is_not_saved(tables: dict[str, Any], backend: str, few
     config = small(layers=LAYERS, width=WIDTH, ffn={"kind": "relu2", "hidden": 32}, attention=attention, **rest)
     model = randomise(residua.build(config), 0.05).float()
     with ops.backend(backend):
-        (plain, before), (ours, after) = trained(model, False), trained(model, True)
+        (plain, before), (ours, after) = trained(model), trained(model, recompute_gated)
     tokens = tokens_and_targets(length=3)[0].numel()
     assert before - after == fewer * LAYERS * tokens * WIDTH
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert_equal(plain, ours)

@@ -6,34 +6,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 from residua import ops
-from residua.ops._runtime import triton_support
 from residua.train.compile import rewrites
-from residua.train.compile.rewrites.graphs import Rewrite, Rewrites
+from residua.train.compile.rewrites.graphs import Rewrite
 from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
-from tests.train.compile.rewriting import Differentiated, calls, graphs_backend, model_loss
+from tests.ops.harness import assert_close, interpreter
+from tests.train.compile.rewriting import Differentiated, calls, keeping, model_loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, interpreter]
 
 
 def compiled(function: Callable[[], Tensor], leaves: list[Tensor], *rewritten: Rewrite) -> Differentiated:
     """A value and its gradients, from graphs that were divided after the rewrite."""
     torch._dynamo.reset()
     found = Differentiated([], [])
-
-    def divide(joint: GraphModule, *args: Any, **settings: Any) -> Any:
-        Rewrites(*rewritten)(joint.graph)
-        joint.recompile()
-        return min_cut_rematerialization_partition(joint, *args, **settings)
-
-    def keep(module: GraphModule) -> Callable[..., Any]:
-        found.graphs.append(module)
-        return module.forward
-
-    run = torch.compile(function, backend=graphs_backend(keep, divide), fullgraph=True)
+    run = torch.compile(function, backend=keeping(found.graphs, *rewritten), fullgraph=True)
     found.values = differentiated(run, leaves)
     return found
 
@@ -78,8 +67,7 @@ def test_a_junction_absorbs_the_norm_if_nothing_else_reads_h():
         return total + y.square().sum() + state[0].sin().sum()
 
     plain, ours = differentiated(function, leaves), compiled(function, leaves, norm_in_junctions)
-    for a, b in zip(ours.values, plain, strict=True):
-        assert (a - b).norm() <= 2e-6 * b.norm()
+    assert_close(ours.values, plain, 2e-6)
     forward, backward = map(calls, ours.graphs)
     assert [with_gain(*pair) for pair in zip(ours.graphs, MULTI_GATE, strict=True)] == [[2, 1]] * 2
     assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 1
@@ -107,8 +95,7 @@ def test_hyper_connection_absorbs_the_norm_if_only_it_reads_h(norm):
         return total + ops.rms_norm(h, gain).square().sum() + X.sin().sum()
 
     plain, ours = differentiated(function, leaves), compiled(function, leaves, norm_in_junctions)
-    for a, b in zip(ours.values, plain, strict=True):
-        assert (a - b).norm() <= 2e-6 * b.norm()
+    assert_close(ours.values, plain, 2e-6)
     forward, backward = map(calls, ours.graphs)
     assert [with_gain(*pair) for pair in zip(ours.graphs, HYPER_STEP, strict=True)] == [[2, 2]] * 2
     assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 2
@@ -129,8 +116,7 @@ MODELS = [("multi_gate", 3, MULTI_GATE), ("mhc", 4, HYPER_STEP), ("mhc_lite", 4,
 def test_fused_model_keeps_gradients_but_saves_no_norm_input(kind, normed, operators):
     loss, parameters = model_loss(layers=2, topology={"kind": kind, "streams": 2})
     plain, ours = compiled(loss, parameters), compiled(loss, parameters, norm_in_junctions)
-    for a, b in zip(ours.values, plain.values, strict=True):
-        assert (a - b).norm() <= 5e-6 * b.norm()
+    assert_close(ours.values, plain.values, 5e-6)
     assert [with_gain(*pair)[0] for pair in zip(ours.graphs, operators, strict=True)] == [normed] * 2
     assert kept(ours) < kept(plain)
 

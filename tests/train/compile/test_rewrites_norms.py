@@ -9,19 +9,18 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import cross_entropy
 
 from residua import ops
 from residua.config.run import TrainConfig
 from residua.model.decoder import Decoder
-from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites.norms import VIEWS, fuse_additions, take_dots, write_codes
 from residua.train.low_precision import LowPrecision
-from tests.model.small import small, tokens_and_targets
+from tests.model.small import small
 from tests.nightly import only_nightly
-from tests.train.compile.rewriting import calls, differentiated, model_loss
+from tests.ops.harness import assert_close, assert_equal, interpreter
+from tests.train.compile.rewriting import calls, differentiated, loss_of, model_loss, rewritten
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, interpreter]
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +52,7 @@ def test_every_sum_is_fused_and_gradients_are_kept(kind, layers):
     loss, parameters = model_loss(layers=layers, norm=norm)
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
     assert torch.equal(ours.values[0], plain.values[0])
-    for a, b in zip(ours.values[1:], plain.values[1:], strict=True):
-        assert (a - b).norm() <= 1e-6 * b.norm()
+    assert_close(ours.values[1:], plain.values[1:], 1e-6)
     forward, backward = ours.graphs
 
     assert given(forward, name, update) == [False] + 2 * layers * [True], "the embedding's norm reads no sum"
@@ -90,6 +88,10 @@ def test_model_without_fusible_norms_or_reads_is_unchanged(rewrite, norm):
     assert [str(m.graph) for m in ours.graphs] == [str(m.graph) for m in plain.graphs]
 
 
+def traced(function: Any, *inputs: Tensor, **settings: Any) -> GraphModule:
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, **settings)(*inputs)
+
+
 def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -117,8 +119,7 @@ def test_a_norm_fuses_only_matching_sums(sum_of, taken):
 
     plain, ours = differentiated(function, leaves, rewrite=fuse_additions)
     assert given(ours.graphs[0], "gated_norm", 5) == [bool(taken)]
-    for a, b in zip(ours.values, plain.values, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.values, plain.values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +142,11 @@ def test_a_norm_gradient_fuses_only_matching_sums(read, taken):
         g_x, g_weight, *_ = operators.gated_norm_backward(y, x, *weights, *saved)
         return read(g_x, g_weight, y)
 
-    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(y)
-    fuse_additions(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module = traced(function, y)
+    rewritten(module, fuse_additions)
     (node,) = module.graph.find_nodes(op="call_function", target=operators.gated_norm_backward.default)
     assert (len(node.args) == 9) == taken
-    for a, b in zip(module(y), function(y), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(module(y), function(y), rtol=1e-5, atol=1e-5)
 
 
 DOTTED = 6
@@ -161,8 +159,7 @@ def test_every_read_gets_its_dots_and_gradients_are_kept(topology):
     loss, parameters = model_loss(layers=2, topology=topology)
     plain, ours = differentiated(loss, parameters, rewrite=take_dots)
     assert torch.equal(ours.values[0], plain.values[0])
-    for a, b in zip(ours.values[1:], plain.values[1:], strict=True):
-        assert (a - b).norm() <= 1e-6 * b.norm()
+    assert_close(ours.values[1:], plain.values[1:], 1e-6)
     assert given(ours.graphs[1], "rms_norm_backward", DOTTED) == [False] + 4 * [True], "the embedding's follows no read"
     sums, before = (calls(run.graphs[1])["aten.sum.dim_IntList"] for run in (ours, plain))
     assert sums == before - 4
@@ -195,14 +192,10 @@ def test_dot_products_fuse_only_matching_sums(read, taken, residual):
         g_x, g_weight = operators.rms_norm_backward(g, x, weight, rstd, *(y,) * residual)
         return g_x, g_weight, read(g_x, x, y)
 
-    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(g, x, y)
-    take_dots(module.graph)
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
+    module = traced(function, g, x, y)
+    rewritten(module, take_dots)
     assert given(module, "rms_norm_backward", DOTTED) == [taken and not more]
-    for a, b in zip(module(g, x, y), function(g, x, y), strict=True):
-        assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module(g, x, y), function(g, x, y), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("widened", [True, False])
@@ -216,12 +209,9 @@ def test_half_precision_sum_is_fused_only_if_factors_are_widened(widened, asked)
         g_x, _ = operators.rms_norm_backward(g, x, weight, rstd)
         return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1, **asked)
 
-    settings = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
-    graph = make_fx(function, decomposition_table=select_decomp_table(), **settings)(g, x).graph
-    take_dots(graph)
-    graph.eliminate_dead_code()
-    graph.lint()
-    assert given(graph.owning_module, "rms_norm_backward", DOTTED) == [widened]
+    module = traced(function, g, x, decomposition_table=select_decomp_table())
+    rewritten(module, take_dots)
+    assert given(module, "rms_norm_backward", DOTTED) == [widened]
 
 
 def fuse_and_write(graph: Graph) -> None:
@@ -245,15 +235,9 @@ def test_norms_write_the_codes_of_every_product_that_reads_them(rewrite, tables,
     model = Decoder(small(layers=1, ffn={"kind": "relu2", "hidden": 32}, **tables))
     low = LowPrecision(model, TrainConfig(precision="fp8_emulated"), torch.device("cpu"))
     low.set_state([[1.0] * len(low.places) * 2] * TrainConfig().low_precision.history)
-    tokens, targets = tokens_and_targets(length=3)
-
-    def loss() -> Tensor:
-        return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
     with low.encoded_weights():
-        plain, ours = differentiated(loss, list(model.parameters()), rewrite=rewrite)
-    for a, b in zip(ours.values, plain.values, strict=True):
-        assert torch.equal(a, b)
+        plain, ours = differentiated(loss_of(model), list(model.parameters()), rewrite=rewrite)
+    assert_equal(ours.values, plain.values)
     for before, after, name, moved in zip(
         plain.graphs, ours.graphs, ("rms_norm", "rms_norm_backward"), (forward, backward), strict=True
     ):
@@ -300,11 +284,8 @@ def test_a_norm_writes_only_its_own_codes_under_a_known_scale(read, taken, added
         y, rstd, *total = torch.ops.residua.rms_norm(x, weight, 1e-6, x if added else None)
         return *read(y, *scales), rstd, *total
 
-    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(x, *scales)
+    module = traced(function, x, *scales)
     before = calls(module)[ROUNDING]
-    write_codes(module.graph)
-    module.graph.lint()
-    module.recompile()
+    rewritten(module, write_codes)
     assert scaled(module, "rms_norm") == taken == before - calls(module)[ROUNDING]
-    for a, b in zip(module(x, *scales), function(x, *scales), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(module(x, *scales), function(x, *scales))

@@ -9,40 +9,26 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import cross_entropy
 
 import residua
 from residua import ops
-from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites.packed_heads import pack_head_gradients
 from tests.golden.compare import randomise
-from tests.model.small import small, tokens_and_targets
+from tests.model.small import small
 from tests.nightly import only_nightly
-from tests.train.compile.rewriting import Differentiated, calls, differentiated
+from tests.ops.harness import assert_equal, interpreter
+from tests.train.compile.rewriting import Differentiated, calls, differentiated, loss_of, rewritten
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, interpreter]
 aten = torch.ops.aten
 BACKWARD, PACKED = "residua.norm_rotate_backward.default", "residua.packed_heads_backward.default"
 
 
-def clean(module: GraphModule) -> None:
-    """As after every rewrite."""
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-
-
 def trained(attention: dict[str, Any], layers: int) -> tuple[Differentiated, Differentiated]:
     """The loss and the gradients of a model, by its own graphs and by those with packed heads."""
-    torch.manual_seed(0)
     config = small(layers=layers, width=32, ffn={"kind": "relu2", "hidden": 32}, attention=attention)
     model = randomise(residua.build(config), 0.05).float()
-    tokens, targets = tokens_and_targets(length=3)
-
-    def loss() -> Tensor:
-        return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    return differentiated(loss, list(model.parameters()), rewrite=pack_head_gradients, backend="auto")
+    return differentiated(loss_of(model), list(model.parameters()), rewrite=pack_head_gradients, backend="auto")
 
 
 @pytest.fixture
@@ -59,8 +45,7 @@ def test_one_operator_per_layer_gives_the_plain_gradients(kv_heads: int) -> None
     before, after = (calls(run.graphs[1]) for run in (plain, packed))
     assert before[BACKWARD] == 4 and before["aten.cat.default"] == 2
     assert after[PACKED] == 2 and not after[BACKWARD] and not after["aten.cat.default"]
-    for found, expected in zip(packed.values, plain.values, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(packed.values, plain.values, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.nightly  # in `make test`, a gate and anything else that is concatenated leave a graph unchanged
@@ -68,7 +53,7 @@ def test_one_operator_per_layer_gives_the_plain_gradients(kv_heads: int) -> None
 def test_a_graph_without_normed_heads_is_unchanged(attention: dict[str, Any]) -> None:
     plain, same = trained({"kind": "softmax", "heads": 2} | attention, layers=1)
     assert [str(m.graph) for m in same.graphs] == [str(m.graph) for m in plain.graphs]
-    assert all(torch.equal(a, b) for a, b in zip(plain.values, same.values, strict=True))
+    assert_equal(plain.values, same.values)
 
 
 @pytest.mark.usefixtures("fused_heads")
@@ -108,12 +93,10 @@ def test_values_are_packed_in_the_layout_attention_left(n: int) -> None:
     given = inputs(n)
     module = traced(heads(n), given)
     expected = module(*given)
-    pack_head_gradients(module.graph)
-    clean(module)
+    rewritten(module, pack_head_gradients)
     names = calls(module)
     assert names[PACKED] == 1 and not names[BACKWARD] and not names["aten.clone.default"]
-    for a, b in zip(module(*given), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module(*given), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
