@@ -226,14 +226,12 @@ class Corpus:
 
 
 class _Entry(NamedTuple):
-    """One of the first documents: its hash in [0, 1) or None, a digest of its text, and its other fields."""
+    """One of the first documents without its text: its hash in [0, 1) or None, and a digest of the text."""
 
     hashed: float | None
     text: bytes
     bytes: int
-    split: str
-    position: int
-    source: str
+    document: Document
 
 
 class _Beginning:
@@ -243,12 +241,12 @@ class _Beginning:
         self.entries: list[_Entry] = []
         self.file = tempfile.SpooledTemporaryFile(_MAX_MEMORY_BYTES)  # noqa: SIM115 (closed on exit)
         size = 0
-        for hashed, (text, length, split, position, source) in documents:
-            data = text.encode()
+        for hashed, document in documents:
+            data = document.text.encode()
             self.file.write(data)
             digest = hashlib.blake2b(data, digest_size=16).digest()
-            self.entries.append(_Entry(hashed, digest, length, split, position, source))
-            size += length
+            self.entries.append(_Entry(hashed, digest, document.bytes, document._replace(text="")))
+            size += document.bytes
             if len(self.entries) == _MAX_FEW_DOCUMENTS or size >= _MAX_FEW_BYTES:
                 break
 
@@ -257,8 +255,8 @@ class _Beginning:
 
     def __iter__(self) -> Iterator[Hashed]:
         self.file.seek(0)
-        for hashed, _, length, split, position, source in self.entries:
-            yield hashed, Document(self.file.read(length).decode(), length, split, position, source)
+        for hashed, _, size, document in self.entries:
+            yield hashed, document._replace(text=self.file.read(size).decode())
 
     def __enter__(self) -> _Beginning:
         return self

@@ -270,7 +270,13 @@ def read_description(path: Path) -> dict[str, Any]:
 def _open_split(path: Path, name: str, about: _SplitFacts, facts: _Facts) -> Split:
     shards = [Shard(inside(path, file)) for file in about.shards]
     for shard in shards:
-        _check(shard, facts)
+        if shard.dtype.name != facts.dtype:
+            raise DataError(f"shard {shard.path} holds {shard.dtype.name}, {DESCRIPTION} says {facts.dtype}: {AGAIN}")
+        if shard.tokenizer_hash != facts.tokenizer_hash:
+            raise _mismatch(shard.path, shard.tokenizer_hash, "the dataset", facts.tokenizer_hash)
+        if shard.largest >= facts.vocab_size:
+            outside = f"outside the vocabulary of {facts.vocab_size}"
+            raise DataError(f"shard {shard.path} holds token {shard.largest}, {outside}: {AGAIN}")
     split = Split(name, about.bytes, shards, facts.tokenizer_hash)
     if (split.tokens, split.documents) != (about.tokens, about.documents):
         raise DataError(
@@ -278,17 +284,6 @@ def _open_split(path: Path, name: str, about: _SplitFacts, facts: _Facts) -> Spl
             f"{counted(split.documents, 'document')}, {DESCRIPTION} says {about.tokens} in {about.documents}: {AGAIN}"
         )
     return split
-
-
-def _check(shard: Shard, facts: _Facts) -> None:
-    if shard.dtype.name != facts.dtype:
-        raise DataError(f"shard {shard.path} holds {shard.dtype.name}, {DESCRIPTION} says {facts.dtype}: {AGAIN}")
-    if shard.tokenizer_hash != facts.tokenizer_hash:
-        raise _mismatch(shard.path, shard.tokenizer_hash, "the dataset", facts.tokenizer_hash)
-    if shard.largest >= facts.vocab_size:
-        raise DataError(
-            f"shard {shard.path} holds token {shard.largest}, outside the vocabulary of {facts.vocab_size}: {AGAIN}"
-        )
 
 
 def _mismatch(path: Path, actual: str, owner: str, expected: str) -> DataError:

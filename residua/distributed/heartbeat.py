@@ -134,17 +134,17 @@ class Heartbeat:
             with suppress(RuntimeError):  # rank 0 may have finished first and taken its store down
                 self._write_beat(finished=True)
 
-    def outlast(self, rank: int) -> None:
-        """Wait silently until `rank` has ended: its beat stops or its store is gone. Waits at most 12 s.
+    def outlast_leader(self) -> None:
+        """Wait silently, at most 12 s, until rank 0 has ended, which may not know yet that it must end.
 
-        That rank may not have noticed yet that it must end.
+        Then its beat stops, or its store is gone.
         """
         self._may_end = False
         start = news = time.monotonic()
         last = ""
         while time.monotonic() < min(start + 3 * MISSED_BEATS * BEAT_SECONDS, news + MISSED_BEATS * BEAT_SECONDS):
             try:
-                beat = self._read_beats([rank]).get(rank, "")
+                beat = self._read_beats([0]).get(0, "")
             except RuntimeError:
                 return
             if beat != last:
@@ -191,13 +191,13 @@ class Heartbeat:
             self._write_beat()
             self._watch()
         except RuntimeError:
-            self._end(STORE_GONE if self._failure is None else self._failure.sentence, silent=not self.speaks)
+            self._end(STORE_GONE if self._failure is None else self._failure.sentence)
 
     def _leave(self) -> None:
         """End because torchrun asked for it; name the dead rank that may have been the cause."""
         sentence = self._find_dead()
         if sentence is not None:
-            self._end(sentence, silent=not self.speaks)
+            self._end(sentence)
         elif self._may_end:
             self.fail("it received a signal to end")
             os._exit(128 + signal.SIGTERM)
@@ -221,12 +221,11 @@ class Heartbeat:
         if beat != self._last_beat or _finished(beat):
             self._last_beat, self._last_heard = beat, time.monotonic()
         if failure is not None:
-            silent, now = not self.speaks, time.monotonic()
+            now = time.monotonic()
             self._noticed = now if self._noticed is None else self._noticed
-            if (
-                now - self._noticed > (2 * MISSED_BEATS + MISSED_BEATS * silent) * BEAT_SECONDS
-            ):  # the training thread had time to react
-                self._end(failure.sentence, silent=silent)
+            # the training thread had time to react
+            if now - self._noticed > (2 if self.speaks else 3) * MISSED_BEATS * BEAT_SECONDS:
+                self._end(failure.sentence)
         elif time.monotonic() - self._last_heard > self.patience:
             self._add_failure(self._watched, f"failed: it sent nothing for {self.patience:.0f} seconds")
 
@@ -237,12 +236,12 @@ class Heartbeat:
         failures, *beats = self._store.multi_get(keys)
         return (beats[0].decode() if beats else ""), self._first_failure(failures)
 
-    def _end(self, sentence: str, *, silent: bool = False) -> None:
+    def _end(self, sentence: str) -> None:
         if not self._may_end:
             self._stopped.set()
             return
         where = self.record()
-        if not silent:
+        if self.speaks:
             self._print(f"{sentence}{where}; {self.advice}")
         os._exit(1)
 

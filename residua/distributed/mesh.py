@@ -67,18 +67,11 @@ class Mesh:
         """Which share of a step's micro-batches this rank computes; the same on all ranks of a pipeline."""
         return self.data_rank * self.config.shard + self.shard_rank
 
-    def over_batch(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that have different micro-batches, in place."""
+    def over_batch(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The sum, or the result of another operation, over the ranks that have different micro-batches, in place."""
         for group in (self.data, self.shard):
             if group.size() > 1:
-                dist.all_reduce(tensor, group=group)
-        return tensor
-
-    def largest_over_batch(self, tensor: Tensor) -> Tensor:
-        """The maximum over the ranks that have different micro-batches, in place."""
-        for group in (self.data, self.shard):
-            if group.size() > 1:
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(tensor, operation, group=group)
         return tensor
 
     def over_all(self, tensor: Tensor) -> Tensor:
@@ -100,9 +93,8 @@ class Processes:
             local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
             if local >= gpus:
                 raise ConfigError(
-                    f"process {local} of this machine has no GPU for itself, since PyTorch sees {gpus}: start torchrun "
-                    "with "
-                    f"--nproc-per-node {gpus} or fewer."
+                    f"process {local} of this machine has no GPU for itself, since PyTorch sees {gpus}: "
+                    f"start torchrun with --nproc-per-node {gpus} or fewer."
                 )
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)

@@ -137,9 +137,8 @@ class Probe:
             if problem is not None:
                 return (
                     f"the ranks do not share the run's folder: {answer['folder']} on {answer['host']} (rank "
-                    f"{answer['rank']}) {problem} ({answers[0]['folder']} on {answers[0]['host']}): set --out "
-                    "to a path "
-                    "on a disk that all nodes share, the same on every node."
+                    f"{answer['rank']}) {problem} ({answers[0]['folder']} on {answers[0]['host']}): "
+                    "set --out to a path on a disk that all nodes share, the same on every node."
                 )
         return None
 

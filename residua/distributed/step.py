@@ -85,7 +85,7 @@ class RankedStep(Step):
         return self.mesh.over_batch(self._move(count.clone()))
 
     def _largest_over_ranks(self, values: Tensor) -> Tensor:
-        return self.mesh.largest_over_batch(values)
+        return self.mesh.over_batch(values, dist.ReduceOp.MAX)
 
     def _backward(self, loss: Tensor) -> None:
         (loss * self.ranks).backward()

@@ -99,7 +99,7 @@ class Ranks(World):
 
     def _leave_to_leader(self, code: int) -> NoReturn:
         """Exit silently after rank 0, which prints the reason; if another rank ended first, torchrun would kill it."""
-        self.heartbeat.outlast(rank=0)
+        self.heartbeat.outlast_leader()
         raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:

@@ -177,13 +177,17 @@ def read_checkpoint(path: Path, model: nn.Module, optimizer: OptimizerState | No
 def _read_all(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file that holds exactly the expected names and shapes."""
     saved = read_tensors(inside(path.parent, path.name), lambda: elsewhere(path.parent))
-    for name, tensor in expected.items():
-        fitting(path, name, saved.get(name), tensor, "it was written with a different configuration than config.toml")
-    surplus = sorted(saved.keys() - expected.keys())
-    if surplus:
-        raise UserError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
+    require_same(path, saved, expected)
     require_counts(path, saved, path.parent)
     return saved
+
+
+def require_same(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse a file with other names or shapes than expected."""
+    for name, tensor in expected.items():
+        fitting(path, name, saved.get(name), tensor, "it was written with a different configuration than config.toml")
+    if surplus := sorted(saved.keys() - expected.keys()):
+        raise UserError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
 
 
 def require_counts(source: Path, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:

@@ -29,13 +29,13 @@ from residua.storage.checkpoint import (
     elsewhere,
     model_tensors,
     read_checkpoint,
+    require_same,
 )
 from residua.storage.formats import find_reader
 from residua.storage.hugging_face import Source, is_export, is_family, load_family, load_folder
 from residua.storage.tensors import (
     WEIGHTS,
     describe,
-    fitting,
     holds_only_numbers,
     nonfinite,
     open_tensors,
@@ -220,11 +220,7 @@ def _finite(read: Read, place: Path, advice: Callable[[], str], name: str) -> Te
 def _one_process(path: Path, model: Decoder) -> tuple[Read, dict[str, torch.dtype]]:
     file, hint = inside(path, WEIGHTS), partial(elsewhere, path)
     held = stored_shapes(file, hint)
-    expected = model_tensors(model)
-    for name, tensor in expected.items():
-        fitting(file, name, held.get(name), tensor, "it was written with a different configuration than config.toml")
-    if surplus := sorted(held.keys() - expected.keys()):
-        raise UserError(f"{file} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
+    require_same(file, held, model_tensors(model))
 
     def read(name: str) -> Tensor:
         with open_tensors(file, hint) as content:

@@ -88,13 +88,10 @@ class Run:
     @classmethod
     def start_again(cls, folder: Path, config: RunConfig) -> Run:
         """Reuse the folder of a run that `failed_early`, for a run of any configuration; keeps the old metrics."""
-        run = cls._take_over(folder, config, must_have_failed=True)
-        try:
-            with suppress(UserError):  # for example a kind that its plugin has renamed since
-                run._changes = differences(saved_config(folder), config)
-        except BaseException:
-            run.close()
-            raise
+        changes: dict[str, tuple[Any, Any]] = {}
+        with suppress(UserError):  # for example a kind that its plugin has renamed since
+            changes = differences(saved_config(folder), config)
+        run = cls._take_over(folder, config, changes, must_have_failed=True)
         run._stale = (folder / SOURCE, folder / "wandb-id")
         return run
 
@@ -108,13 +105,12 @@ class Run:
 
     @classmethod
     def _take_over(
-        cls, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]] | None = None, *,
-        must_have_failed: bool = False,
-    ) -> Run:  # fmt: skip
+        cls, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]], *, must_have_failed: bool = False
+    ) -> Run:
         """Lock the folder of an earlier run if it is readable and writable; writes nothing else yet."""
         for name in _WRITTEN:
             inside(folder, name)
-        run = cls(folder, config, changes or {})
+        run = cls(folder, config, changes)
         try:
             if must_have_failed and not failed_early(folder):  # another process may have trained it before we locked it
                 raise ConfigError(f"{folder} is not empty: {_ANOTHER}.")
@@ -369,9 +365,8 @@ def _check_changes(folder: Path, old: RunConfig, new: RunConfig, changes: dict[s
     """Refuse to resume a run with changes to its text, weights, data order or optimizer state."""
     if old.data.path is not None and new.data.path is None:
         raise ConfigError(
-            f"{folder} was trained on {old.data.path}, but this command names no text: name only the run, as in "
-            "residua "
-            f"train --resume --out {folder}, or name the text too, with --data."
+            f"{folder} was trained on {old.data.path}, but this command names no text: name only the run, "
+            f"as in residua train --resume --out {folder}, or name the text too, with --data."
         )
     for key, (before, after) in changes.items():
         if key == "data.tokenizer" and new.data.path is not None:

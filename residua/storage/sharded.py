@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from residua.errors import UserError
 from residua.files import WriteError, keeping, publish, unfinished, writing
-from residua.reading import Count, Hint, ReadError, Shape, check, check_links, parse_json
+from residua.reading import Count, Hint, Shape, check, check_links, parse_json
 from residua.storage.checkpoint import (
     FOLDER,
     SHARDS,
@@ -44,7 +44,7 @@ from residua.storage.checkpoint import (
     require_counts,
     what_is_left,
 )
-from residua.storage.tensors import as_os_error, check_header, nonfinite, open_tensors
+from residua.storage.tensors import as_os_error, can_read, nonfinite, open_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -145,13 +145,8 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _arrived(file: Path, tensors: set[str]) -> bool:
-    """Whether a file is as long as its header says, and holds these tensors."""
-    try:
-        check_header(file, "")
-        with open_tensors(file, "") as content:
-            return tensors <= set(content.keys())
-    except ReadError:
-        return False
+    """Whether a file is complete and holds these tensors."""
+    return can_read(file, lambda content: tensors <= set(content.keys()))
 
 
 def _begin(temporary: Path, state: Mapping[str, Any]) -> None:

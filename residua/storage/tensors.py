@@ -7,7 +7,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import prod
@@ -81,33 +81,26 @@ def as_os_error(error: Exception, path: Path) -> OSError:
 
 def holds_only_numbers(folder: Path) -> bool:
     """Whether every safetensors file below a folder can be read and is finite. Loads one tensor at a time."""
+
+    def is_finite(content: Any) -> bool:
+        return not any(nonfinite({name: content.get_tensor(name)}) for name in content.keys())  # noqa: SIM118  # no dict
+
+    return whole(folder, is_finite)
+
+
+def whole(folder: Path, passes: Callable[[Any], bool] = lambda content: True) -> bool:
+    """Whether a folder holds safetensors files, each as long as its header says, and all pass."""
     files = sorted(folder.rglob("*.safetensors"))
+    return bool(files) and all(can_read(file, passes) for file in files)
+
+
+def can_read(file: Path, passes: Callable[[Any], bool]) -> bool:
+    """Whether a file's header is valid, the file is as long as it says, and its content passes."""
     try:
-        for file in files:
-            with open_tensors(file, "") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is not a dict)
-                    if nonfinite({name: opened.get_tensor(name)}):
-                        return False
+        with open_tensors(file, "") as content:
+            return passes(content)
     except ReadError:
         return False
-    return bool(files)
-
-
-def whole(folder: Path) -> bool:
-    """Whether a folder holds safetensors files, each as long as its header says; reads headers only."""
-    files = list(folder.rglob("*.safetensors"))
-    try:
-        for file in files:
-            check_header(file, "")
-    except ReadError:
-        return False
-    return bool(files)
-
-
-def check_header(path: Path, hint: Hint) -> None:
-    """Refuse a file whose header is damaged, or that is not as long as its header says."""
-    with _opening(path, hint), safe_open(path, framework="pt"):
-        pass
 
 
 def weight_files(folder: Path, hint: Hint) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -89,14 +88,13 @@ def _processor() -> str:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names, makers, parts = (_values(lines, key) for key in ("model name", "CPU implementer", "CPU part"))
+    names, makers, parts = (
+        [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+        for key in ("model name", "CPU implementer", "CPU part")
+    )
     if names:
         return f"{names[0]} x {len(names)}"
     if parts and len(makers) == len(parts):
         kinds = dict.fromkeys(f"implementer {m}, part {p}" for m, p in zip(makers, parts, strict=True))
         return f"{platform.machine()} ({'; '.join(kinds)}) x {len(parts)}"
     return platform.processor() or platform.machine()
-
-
-def _values(lines: Sequence[str], key: str) -> list[str]:
-    return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from residua.config.run import RunConfig, TrainConfig
@@ -152,9 +151,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -163,6 +160,5 @@ class StopSignals:
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            restored: Callable[..., Any] | int = handler if handler is not None else signal.SIG_DFL
-            signal.signal(number, restored)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}

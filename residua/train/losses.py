@@ -3,7 +3,7 @@
 From the inside out, each calls the one before it:
 
 1. `Losses`: the model as written. Tokens in; cross-entropy, z-term and expert routing out.
-2. `CopiedLosses`: the same on working copies of the weights, in the precision of the products (`working_copies.py`).
+2. `eager_losses`: the same on working copies of the weights, in the precision of the products (`working_copies.py`).
 3. Compiled: the whole model as one graph with our rewrites (`rewrites/`), or each sublayer by itself (`layers.py`).
 
 Only `build_losses` composes them for one process. A CUDA graph is not one of these layers: it holds forward and
@@ -45,17 +45,6 @@ class Losses(nn.Module):
         return self._routed_losses(tokens, targets, self.z_loss, segments, positions)
 
 
-class CopiedLosses:
-    """The same losses, computed on working copies of the model's weights."""
-
-    def __init__(self, losses: Losses, copies: WorkingCopies) -> None:
-        self.losses, self.copies = losses, copies
-
-    def __call__(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
-        losses: tuple[Tensor, Tensor, Any] = self.copies.run(self.losses, "model.", tokens, targets, segments=segments)
-        return losses
-
-
 def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | None, compiled: bool) -> LossFunction:
     """The loss function of a micro-batch on one process."""
     losses = eager_losses(model, config.z_loss, copies)
@@ -70,4 +59,10 @@ def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | No
 def eager_losses(model: Decoder, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
     """The uncompiled losses, on copies if there are any."""
     losses = Losses(model, z_loss)
-    return losses.forward if copies is None else CopiedLosses(losses, copies)
+    if copies is None:
+        return losses.forward
+
+    def on_copies(tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Any:
+        return copies.run(losses, "model.", tokens, targets, segments=segments)
+
+    return on_copies

@@ -59,13 +59,11 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     yield "vocab", _vocabulary_line(model.vocab_size, dataset.vocab_size)
     if (notice := dataset.tiny_validation()) is not None:
         yield "note", notice
-    yield (
-        "batch",
-        (
-            f"{recipe.accumulate} x {recipe.micro_batch} x {config.sequence} = {config.tokens_per_step} tokens a step, "
-            f"{counted(recipe.steps, 'step')}, {short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
-        ),
+    step_words = (
+        f"{recipe.accumulate} x {recipe.micro_batch} x {config.sequence} = {config.tokens_per_step} tokens a step"
     )
+    run_words = f"{short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
+    yield "batch", f"{step_words}, {counted(recipe.steps, 'step')}, {run_words}"
     if step.low_precision is not None:
         yield "products", step.low_precision.describe()
     yield "device", f"{_device_name(step.device)}, {str(step.precision).removeprefix('torch.')}, {_mode(step, config)}"

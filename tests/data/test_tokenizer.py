@@ -1,5 +1,6 @@
 import json
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -151,17 +152,11 @@ def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_other_threads_run_while_a_batch_is_encoded(trained: Tokenizer) -> None:
     texts = [" ".join(some_texts(100))] * 40
     ticks = 0
-    done = threading.Event()
-
-    def work() -> None:
-        trained.encode_batch(texts)
-        done.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not done.wait(0.001):
-        ticks += 1
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        encoded = pool.submit(trained.encode_batch, texts)
+        while not encoded.done():
+            time.sleep(0.001)
+            ticks += 1
     assert ticks > 3
 
 

@@ -61,8 +61,7 @@ def test_divided_experts_compute_the_same_as_whole_experts(
     expected = passed(whole, x, torch.tensor(ends, dtype=torch.int32))
     apart = divided(whole, mesh, torch.float64, again=again)
     found = passed(apart, x, torch.tensor(ends, dtype=torch.int32))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gathered_experts_are_not_held_for_the_backward_pass(mesh: Any) -> None:

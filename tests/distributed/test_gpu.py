@@ -16,6 +16,7 @@ from residua.model.decoder import build_parts
 from residua.storage.sharded import local
 from residua.train.step import Step, build_step
 from residua.train.timing import random_batches
+from tests.ops.harness import assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -88,5 +89,4 @@ def test_divided_experts_compute_the_same_as_whole_experts(rows: int) -> None:
                 y = experts(given, ends)
             y.float().square().sum().backward()
             found.append([y, given.grad, *(local(p.grad) for p in experts.parameters() if p.grad is not None)])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*found)

@@ -288,21 +288,21 @@ def test_a_failed_collective_reports_a_known_reason_at_once(job: Any) -> None:
 def test_outlasting_a_rank_ends_with_its_beat_or_after_12_s(job: Any) -> None:
     simulated = job(2)
     waiting, asked = simulated.alive.pop(1), simulated.now
-    waiting.outlast(rank=0)
+    waiting.outlast_leader()
     assert 12 <= simulated.now - asked < 13
     del simulated.alive[0]
     asked = simulated.now
-    waiting.outlast(rank=0)
+    waiting.outlast_leader()
     assert MISSED_BEATS <= simulated.now - asked < MISSED_BEATS + 1
     simulated.store.lost = True
     asked = simulated.now
-    waiting.outlast(rank=0)
+    waiting.outlast_leader()
     assert simulated.now == asked
 
 
 def test_a_rank_that_outlasts_another_prints_nothing(job: Any, capsys: Any) -> None:
     simulated = job(2)
-    simulated.alive[1].outlast(rank=0)
+    simulated.alive[1].outlast_leader()
     simulated.alive.pop(0).fail("said elsewhere")
     assert not simulated.seconds(3 * MISSED_BEATS)
     assert not capsys.readouterr().err

@@ -1,8 +1,8 @@
 """The store in which the ranks of a job meet, the parts they build their share from, and reports of slow ranks."""
 
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,11 @@ def test_restarts_ignore_what_earlier_starts_left_in_the_store(counts: tuple[int
 
 def starting(store: dist.Store, counts: tuple[int, int]) -> list[nodes.Start]:
     """The two processes of one start, here threads; rank 0 comes first."""
-    found: dict[int, nodes.Start] = {}
-
-    def meet(rank: int) -> None:
-        found[rank] = nodes.meet(store, rank, 2, counts[rank])
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(nodes.meet, store, 0, 2, counts[0])
         time.sleep(0.1)
-    for thread in threads:
-        thread.join()
-    return [found[0], found[1]]
+        second = pool.submit(nodes.meet, store, 1, 2, counts[1])
+        return [first.result(), second.result()]
 
 
 def test_a_probe_finds_ranks_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

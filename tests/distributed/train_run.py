@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,48 +25,54 @@ from residua.train.timing import Stopwatch
 from residua.train.trainer import Trainer, train
 
 
-def hold_save(name: str, gate: str) -> None:
-    """Write the checkpoint of that name only when there is a file called `gate`."""
+def before_writing(act: Callable[[Any], None]) -> None:
+    """Call `act` with the writer of a checkpoint before it writes."""
     write = HuggingFaceStorageWriter.write_data
 
-    def held(writer: Any, *arguments: Any) -> Any:
-        while name in str(writer.path) and not Path(gate).exists():
-            time.sleep(0.02)
+    def acting(writer: Any, *arguments: Any) -> Any:
+        act(writer)
         return write(writer, *arguments)
 
-    HuggingFaceStorageWriter.write_data = held
+    HuggingFaceStorageWriter.write_data = acting
+
+
+def hold_save(name: str, gate: str) -> None:
+    """Write the checkpoint of that name only when there is a file called `gate`."""
+
+    def wait(writer: Any) -> None:
+        while name in str(writer.path) and not Path(gate).exists():
+            time.sleep(0.02)
+
+    before_writing(wait)
 
 
 def fill_disk(name: str, rank: int) -> None:
     """On `rank`, let the disk be full for files, or parts of a checkpoint, with `name` in their path."""
     if os.environ["RANK"] != str(rank):
         return
-    write, append = HuggingFaceStorageWriter.write_data, AppendedFile.write
+    append = AppendedFile.write
 
-    def saved(writer: Any, *arguments: Any) -> Any:
+    def refuse(writer: Any) -> None:
         if name in str(writer.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(writer, *arguments)
 
     def appended(file: AppendedFile, piece: bytes) -> None:
         if name in f"{file.path} {piece!r}":
             raise WriteError(file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         append(file, piece)
 
-    HuggingFaceStorageWriter.write_data = saved
+    before_writing(refuse)
     AppendedFile.write = appended  # type: ignore[method-assign]
 
 
 def lead_astray(name: str, rank: int, place: str) -> None:
     """On `rank`, write the part of the checkpoint of that name into another folder, as if its disk were gone."""
-    write = HuggingFaceStorageWriter.write_data
 
-    def strayed(writer: Any, *arguments: Any) -> Any:
+    def stray(writer: Any) -> None:
         if name in str(writer.path) and os.environ["RANK"] == str(rank):
             writer.path = Path(place)
-        return write(writer, *arguments)
 
-    HuggingFaceStorageWriter.write_data = strayed
+    before_writing(stray)
 
 
 def slow_down(rank: int, seconds: float) -> None:
@@ -127,17 +133,12 @@ def main(spec: Path) -> None:
     if "MEETING" in os.environ:  # see `launch.nodes`
         os.environ |= {"MASTER_PORT": os.environ["MEETING"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
     asked = json.loads(spec.read_text())
-    if "holds" in asked:
-        hold_save(*asked["holds"])
-    if "full" in asked:
-        fill_disk(*asked["full"])
+    for name, fault in {"holds": hold_save, "full": fill_disk, "slow": slow_down, "astray": lead_astray}.items():
+        if name in asked:
+            fault(*asked[name])
     hesitate(asked.get("hesitates", 0))
     if "dies" in asked:
         die(spec.with_suffix(".died"), **asked["dies"])
-    if "slow" in asked:
-        slow_down(*asked["slow"])
-    if "astray" in asked:
-        lead_astray(*asked["astray"])
     nodes.MAX_SECONDS_FOR_A_FILE = 1.0
     heartbeat.BEAT_SECONDS = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))

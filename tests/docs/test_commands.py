@@ -122,8 +122,7 @@ def test_every_documented_make_target_exists() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    place = tmp_path_factory.mktemp("world")
-    return World(place)
+    return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.nightly

@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 def fuzz(*arguments: object) -> None:
     """In a separate process: cases are forked, which a process that has trained cannot do."""
     command = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
-    variables = {
-        **environment(TRITON_INTERPRET=1),
-        "PYTHONPATH": str(ROOT),
-    }  # the working folder may not be on the path
+    variables = environment(TRITON_INTERPRET=1, PYTHONPATH=ROOT)  # the working folder may not be on the path
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
 

@@ -14,7 +14,7 @@ import torch
 from residua import files
 from residua.files import atomic_folder, refuse_used, write_atomically
 from residua.reading import ReadError
-from residua.storage.tensors import check_header, read_tensors, save_tensors
+from residua.storage.tensors import read_tensors, save_tensors, stored_shapes
 
 
 def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def header_only(path: Path, header: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("read", [check_header, read_tensors])
+@pytest.mark.parametrize("read", [stored_shapes, read_tensors])
 def test_oversized_headers_are_refused_unread(tmp_path, read: Callable[[Path, str], object], monkeypatch) -> None:
     monkeypatch.setattr("residua.storage.tensors.safe_open", lambda *_, **__: pytest.fail("opened"))
     monkeypatch.setattr("residua.storage.tensors.load_file", lambda *_, **__: pytest.fail("opened"))

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -88,7 +89,6 @@ def test_recomputed_sublayers_are_counted_once(mixture: RunConfig, load: str) ->
 def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], None]) -> None:
     """Run `work(rank, add_ranks)` on threads; `add_ranks` sums tensors over them, like an all-reduce."""
     barrier, given = threading.Barrier(count), [torch.empty(0)] * count
-    failed: list[BaseException] = []
 
     def run(rank: int) -> None:
         def add_ranks(part: Tensor) -> Tensor:
@@ -100,16 +100,12 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], None]
 
         try:
             work(rank, add_ranks)
-        except BaseException as error:
-            failed.append(error)
+        except BaseException:
             barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
 
 
 def tiny_routing(seed: int) -> Routing:

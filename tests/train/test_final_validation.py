@@ -80,15 +80,20 @@ def test_document_losses_add_up_to_the_loss(config: RunConfig, masking: str) -> 
     assert found.document_tokens[0] == len(inside) - 1
 
 
+def validated_on(records: list[dict[str, str]], folder: Path) -> Dataset:
+    """A dataset whose validation text is that of the records."""
+    (folder / "held.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "train.txt").write_text("something else " * 50)
+    corpus = open_corpus([folder / "train.txt"], validation=folder / "held.jsonl")
+    return prepare(corpus, folder / "dataset", "bytes", workers=1)
+
+
 def test_bits_per_byte_are_kept_by_source(tmp_path: Path) -> None:
     texts = {"wiki": ["depth " * 20] * 3, "books": ["streams and gates " * 9] * 2, "": ["anchors " * 30]}
     lines = [
         {"text": f"{i} {t}", **({"source": s} if s else {})} for s, many in texts.items() for i, t in enumerate(many)
     ]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "train.txt").write_text("something else " * 50)
-    corpus = open_corpus([tmp_path / "train.txt"], validation=tmp_path / "held.jsonl")
-    dataset = prepare(corpus, tmp_path / "dataset", "bytes", workers=1)
+    dataset = validated_on(lines, tmp_path)
     assert dataset.sources is not None and dataset.sources.names == ["wiki", "books", ""]
     run = longer(small_run(tmp_path / "dataset"), 500)
     found = by_document(final_batches(run, dataset), lambda batch: batch.targets / 100.0, run, dataset)
@@ -108,10 +113,7 @@ def test_bits_per_byte_are_kept_by_source(tmp_path: Path) -> None:
 
 def test_urls_in_place_of_source_names_are_not_kept(tmp_path: Path) -> None:
     lines = [{"text": f"text {i}", "source": f"https://{i}"} for i in range(80)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "train.txt").write_text("something else")
-    corpus = open_corpus([tmp_path / "train.txt"], validation=tmp_path / "held.jsonl")
-    assert prepare(corpus, tmp_path / "dataset", "bytes", workers=1).sources is None
+    assert validated_on(lines, tmp_path).sources is None
 
 
 def test_losses_of_many_documents_are_grouped(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.model.rates import RatedModule
 from residua.train.optimizer import build_optimizer, hidden_matrices, polar_express
+from tests.ops.harness import assert_equal
 
 
 class Declared(nn.Module):
@@ -228,8 +229,7 @@ def test_closure_computes_the_gradients_and_returns_its_loss(config: Muon | Adam
     expected.backward()
     assert build_optimizer(alone, config).step() is None
     assert torch.equal(build_optimizer(given, config).step(closure), expected)
-    for name, weight in alone.weights().items():
-        assert torch.equal(given.weights()[name], weight), name
+    assert_equal(given.weights().values(), alone.weights().values())
 
 
 def test_a_parameter_without_gradient_is_unchanged() -> None:
@@ -256,8 +256,7 @@ def resumes(model: StandIn, config: Muon | AdamW, steps: int) -> dict[str, Tenso
     for one, its_optimizer in ((model, optimizer), (copy, second)):
         one.set_gradients(9)
         its_optimizer.step()
-    for name, weight in model.weights().items():
-        assert torch.equal(weight, copy.weights()[name]), name
+    assert_equal(model.weights().values(), copy.weights().values())
     return saved
 
 
@@ -280,8 +279,7 @@ def test_adamw_with_plain_decay_matches_torch_in_float64() -> None:
         for model, its in ((ours, optimizer), (theirs, torchs)):
             model.set_gradients(seed)
             its.step()
-    for name, weight in theirs.weights().items():
-        torch.testing.assert_close(ours.weights()[name], weight, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours.weights(), theirs.weights(), rtol=1e-10, atol=1e-12)
 
 
 def test_muon_with_plain_decay_shrinks_all_weights_equally() -> None:

@@ -27,7 +27,7 @@ from residua.data.loader import IGNORED, Batch
 from residua.distributed.mesh import Mesh
 from residua.distributed.pipeline.part import Part
 from residua.distributed.pipeline.shares import head_ranks
-from residua.distributed.pipeline.transport import formulas, hop_bytes, mib, plan_routes
+from residua.distributed.pipeline.transport import cached_blocks, hop_bytes, mib, naive_blocks, plan_routes
 from residua.distributed.shard import Parts, construct, shard_slice
 from residua.distributed.step import RankedStep
 from residua.model.moe import Routing
@@ -127,13 +127,13 @@ class PipelinedStep(RankedStep):
             f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward per step; "
             f"sending every tensor at every hop would be {mib(sum(hop_bytes(self.part.boundaries, every)) * pipelines)}"
         )
-        micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
-        expected = formulas(self.blocks, self.parallel, micro * self.element_bytes)
-        if expected is None:
+        if self.blocks is None:  # other topologies than Attention Residuals
             return words + "."
+        hidden = self.config.train.micro_batch * self.config.sequence * self.config.model.width * self.element_bytes
+        division = self.parallel.pipeline, self.parallel.stages_per_rank, self.blocks / self.parallel.stages
+        naive, cached = (mib(count(*division) * hidden * pipelines) for count in (naive_blocks, cached_blocks))
         return (
-            f"{words}; formulas of arXiv 2603.15031, for blocks without the embedding: naive "
-            f"{mib(expected.naive * pipelines)}, cached {mib(expected.cached * pipelines)}."
+            f"{words}; formulas of arXiv 2603.15031, for blocks without the embedding: naive {naive}, cached {cached}."
         )
 
     def _flow(self, batches: Sequence[Batch], shares: Tensor, run: Callable[..., Any]) -> None:

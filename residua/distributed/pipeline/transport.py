@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.config.run import ParallelConfig
-
 
 @dataclass(frozen=True)
 class Route:
@@ -178,22 +176,6 @@ def hop_bytes(boundaries: Sequence[dict[str, Tensor]], routes: Sequence[Route]) 
         sum(items[name].numel() * items[name].element_size() for name in route.sends)
         for items, route in zip(boundaries, routes, strict=False)
     ]
-
-
-@dataclass(frozen=True)
-class Formulas:
-    """Bytes of blocks that one micro-batch sends over all hops in one direction, by the formulas of this module."""
-
-    naive: float
-    cached: float
-
-
-def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Formulas | None:
-    """For Attention Residuals with `blocks` blocks (`Boundary.blocks`) of `block` bytes; None for other topologies."""
-    if blocks is None:
-        return None
-    arguments = parallel.pipeline, parallel.stages_per_rank, blocks / parallel.stages
-    return Formulas(naive_blocks(*arguments) * block, cached_blocks(*arguments) * block)
 
 
 def mib(size: float) -> str:

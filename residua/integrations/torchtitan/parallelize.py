@@ -159,10 +159,10 @@ class Grid(Mesh):
         """How many ranks hold different tokens of a step."""
         return self.config.data * self.config.shard * self.tensor_ranks
 
-    def over_batch(self, tensor: Tensor) -> Tensor:
-        super().over_batch(tensor)
+    def over_batch(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        super().over_batch(tensor, operation)
         if self.tensor_ranks > 1:
-            dist.all_reduce(tensor, group=self.tensor)
+            dist.all_reduce(tensor, operation, group=self.tensor)
         return tensor
 
     def over_copies(self, tensor: Tensor) -> Tensor:
@@ -217,10 +217,13 @@ def pipeline(
     for module in part.slices if compiles(compile_config) else ():
         module.compile_parts(whole=grid.ranks == 1)
 
+    def trained(*args: Any) -> Any:
+        return loss_fn(*args)[0]  # a schedule takes the loss alone, without torchtitan's metrics
+
     built = part.build_stages()
     kind = get_schedule_class(parallelism.pipeline_parallel_schedule)
     count = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    schedule = kind(built if per_rank > 1 else built[0], count, loss_fn=_first(loss_fn), scale_grads=False)
+    schedule = kind(built if per_rank > 1 else built[0], count, loss_fn=trained, scale_grads=False)
     schedule.step = _taking_micro_batches(schedule.step)
     return schedule, [model], 0 in part.numbers, stages - 1 in part.numbers
 
@@ -249,16 +252,6 @@ def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
             f"layers or more, but the model has {layers}: use 1F1B or fewer ranks."
         )
     return count
-
-
-def _first(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The loss without the metrics that torchtitan's losses also return: a schedule takes the loss alone."""
-
-    def loss(*args: Any, **kwargs: Any) -> Tensor:
-        first: Tensor = loss_fn(*args, **kwargs)[0]
-        return first
-
-    return loss
 
 
 def _taking_micro_batches(run: Callable[..., Any]) -> Callable[..., Any]:
