@@ -244,10 +244,6 @@ def test_an_unreadable_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
         assert str(path) in str(refusal.value)
 
 
-def test_a_config_error_is_a_value_error() -> None:
-    assert issubclass(ConfigError, ValueError)
-
-
 @pytest.mark.parametrize("kind", [ModelConfig, RunConfig, StudyConfig])
 def test_toml_text_given_as_a_path_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"^expected a path, got the text of a TOML file: write it to a f"):

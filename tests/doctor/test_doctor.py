@@ -37,8 +37,9 @@ CASES = examples()
 
 
 @pytest.mark.slow
-def test_references_agree_with_float64_on_a_cpu() -> None:
-    found = list(kernels.self_test(CPU))
+@pytest.mark.parametrize("helpers", [None, pytest.param(2, marks=pytest.mark.nightly)])
+def test_references_agree_with_float64_on_a_cpu(helpers: int | None) -> None:
+    found = list(kernels.self_test(CPU, helpers))
     assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
     plain = [f for f in found[:-1] if "rotary_table" not in f.name]  # a table is opaque, on any device
@@ -125,13 +126,6 @@ def test_helper_count_depends_on_cores_and_gpu_memory(monkeypatch: pytest.Monkey
 
 def test_checks_listed_as_slowest_exist() -> None:
     assert set(kernels.longest_to_compile()) <= {*CASES, "a small model"}
-
-
-@pytest.mark.nightly
-def test_helpers_run_the_whole_self_test() -> None:
-    found = list(kernels.self_test(CPU, helpers=2))
-    assert [f.name for f in found] == [*CASES, "a small model"]
-    assert [f for f in found if f.state != "ok"] == []
 
 
 @pytest.mark.parametrize("fault", ["wrong", "not finite", "raises"])

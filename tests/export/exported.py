@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import residua
 from residua.config.model import ModelConfig
@@ -34,6 +34,14 @@ def bytes_config(config: ModelConfig) -> ModelConfig:
 def write(model: Decoder, folder: Path) -> Path:
     write_folder(model, Tokenizer.bytes(), folder, check=False)
     return folder
+
+
+@torch.no_grad()
+def greedy(model: Decoder, tokens: Tensor, count: int, ids: int | None = None) -> Tensor:
+    """Tokens and so many likeliest next ones, of the first `ids`; computed without a cache."""
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:, :ids].argmax(-1)], 1)
+    return tokens
 
 
 def in_transformers(folder: Path, **settings: Any) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 
 import residua
 from residua.data.tokenizer import Tokenizer
-from tests.export.exported import bytes_config, trained_like, write
+from tests.export.exported import bytes_config, greedy, trained_like, write
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow
@@ -75,15 +75,11 @@ def test_export_generates_the_same_text_without_residua(run_without_residua, tmp
         torch.testing.assert_close(torch.tensor(logits), model(torch.arange(9)[None])[0, -1], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def continued(model: residua.Decoder, prompt: str, count: int = 8) -> str:
+def continued(model: residua.Decoder, prompt: str) -> str:
     """The greedy continuation of a prompt, computed by Residua without a cache."""
     tokenizer = Tokenizer.bytes()
-    tokens = torch.tensor([tokenizer.encode(prompt)])
-    start = tokens.shape[1]
-    for _ in range(count):
-        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-    new = tokens[0, start:].tolist()
+    given = tokenizer.encode(prompt)
+    new = greedy(model, torch.tensor([given]), 8)[0, len(given) :].tolist()
     ended = new.index(tokenizer.end_of_text) if tokenizer.end_of_text in new else len(new)
     return tokenizer.decode(new[:ended])
 

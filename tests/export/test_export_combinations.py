@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import residua
-from residua.model.decoder import Decoder
 from residua.storage.hugging_face import exported_name
-from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
+from tests.export.exported import VOCABULARY, bytes_config, greedy, in_transformers, trained_like, write
 from tests.model.combinations import config_of, fits, name_of
 from tests.model.pairwise import covering_array
 from tests.nightly import covering
@@ -29,13 +28,6 @@ CHOSEN = {
 KEPT = {factor: names.split(", ") for factor, names in CHOSEN.items()}
 ROWS = covering_array(KEPT, fits)
 NEW = 6
-
-
-def greedy(model: Decoder, tokens: Tensor) -> Tensor:
-    """The greedy continuation without an end of text, computed without a cache."""
-    for _ in range(NEW):
-        tokens = torch.cat([tokens, model(tokens)[:, -1:, : VOCABULARY - 1].argmax(-1)], 1)
-    return tokens
 
 
 def gradients(model: torch.nn.Module, logits: Tensor) -> dict[str, Tensor]:
@@ -64,12 +56,12 @@ def test_exported_model_gives_the_same_logits_gradients_and_text(row, tmp_path: 
 
     settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     written = exported.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
-    assert torch.equal(written, greedy(model, tokens))
+    assert torch.equal(written, greedy(model, tokens, NEW, VOCABULARY - 1))
     # the second row is shorter: padded on the left, and the same text as alone
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
     padded = exported.generate(tokens.where(mask.bool(), 0), attention_mask=mask, **settings)
-    assert torch.equal(padded[1, 4:], greedy(model, tokens[1:, 4:])[0])
+    assert torch.equal(padded[1, 4:], greedy(model, tokens[1:, 4:], NEW, VOCABULARY - 1)[0])
     assert torch.equal(padded[0], written[0])
 
     again = residua.load(folder)

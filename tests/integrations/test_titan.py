@@ -14,6 +14,7 @@ from residua.storage.run import read_metrics
 from residua.train.trainer import train
 from tests.integrations.cases import MODELS, run_config, train_alone
 from tests.integrations.titan import Engine, engine, needs_torchtitan
+from tests.nightly import only_nightly
 from tests.trained import prepare_words
 
 pytestmark = [pytest.mark.slow, needs_torchtitan]
@@ -43,12 +44,11 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
 NORMAL = [("hyper-experts", "fsdp"), ("exo-block", "interleaved"), ("grouped", "context")]
 """Balance of experts, and scalars that FSDP2 leaves whole; all that crosses stages or is shared; positions and
 documents across ranks."""
-NIGHTLY = [
+CASES = [
     (model, way)
     for model in MODELS
     for way in WAYS
-    if (model, way) not in NORMAL
-    and ("experts" in model or way != "divided-experts")
+    if ("experts" in model or way != "divided-experts")
     and (model, way) != ("hybrid", "tensor-context")  # its two heads are not enough
     and (way != "compiled" or model in ("additive", "mgr"))
 ]
@@ -77,22 +77,13 @@ def assert_same(found: list[tuple[float, float]], expected: list[tuple[float, fl
     torch.testing.assert_close(norms, sizes, rtol=1e-4, atol=0)
 
 
-def check(titan: Engine, text: Path, folder: Path, model: str, way: str) -> None:
+@pytest.mark.parametrize("case", only_nightly(CASES, but=NORMAL), ids="-".join)
+def test_torchtitan_trains_like_one_process(titan: Engine, text: Path, tmp_path: Path, case: tuple[str, str]) -> None:
+    model, way = case
     run = run_config(model, text)
     ranks, flags = WAYS[way]
-    losses = titan.train(written(run, folder), ranks, "--checkpoint.no-enable", *flags)
+    losses = titan.train(written(run, tmp_path), ranks, "--checkpoint.no-enable", *flags)
     assert_same(losses, train_alone(run)[0])
-
-
-@pytest.mark.parametrize(("model", "way"), NORMAL, ids=lambda value: value)
-def test_torchtitan_trains_like_one_process(titan: Engine, text: Path, tmp_path: Path, model: str, way: str) -> None:
-    check(titan, text, tmp_path, model, way)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("model", "way"), NIGHTLY, ids=lambda value: value)
-def test_torchtitan_trains_like_one_process_nightly(titan: Engine, text: Path, tmp_path, model: str, way) -> None:
-    check(titan, text, tmp_path, model, way)
 
 
 def test_another_mesh_finishes_the_run_of_a_killed_rank(titan: Engine, text, tmp_path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,9 +194,8 @@ def test_sharded_checkpoint_that_cannot_start_leaves_nothing(tmp_path: Path, mon
 def test_leftover_files_of_a_killed_session_are_removed(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / ".unfinished-7-abcdef-config.toml").write_text("half")
     (tmp_path / ".unfinished-fp8").mkdir()
-    run = Run.create(tmp_path, config)
-    run.begin({}, 0)
-    run.close()
+    with closing(Run.create(tmp_path, config)) as run:
+        run.begin({}, 0)
     assert {path.name for path in tmp_path.iterdir()} == {".lock", ".unfinished-fp8", "config.toml", "environment.json"}
 
 
@@ -220,9 +220,8 @@ def test_folder_with_anything_of_value_is_not_restarted(config: RunConfig, tmp_p
 
 def test_restarted_run_drops_leftovers_of_the_failed_one(config: RunConfig, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = Run.create(folder, config)
-    run.begin({}, 0)
-    run.close()
+    with closing(Run.create(folder, config)) as run:
+        run.begin({}, 0)
     (folder / "source").mkdir()
     (folder / "source" / "generation_config.json").write_text("{}")
     (folder / "wandb-id").write_text("old")

@@ -20,9 +20,10 @@ from residua.storage.run import read_metrics
 from residua.train import low_precision
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.low_precision import RECIPES, Fp8Linear, LowPrecision, build_low_precision
-from residua.train.step import build_step
+from residua.train.step import Step, build_step
 from residua.train.telemetry import Growth, _out_of_range
 from residua.train.timing import random_batches
+from tests.ops.harness import assert_equal
 from tests.train.conftest import Lab
 from tests.train.test_resume import assert_same_run
 
@@ -37,6 +38,15 @@ def places(config: RunConfig) -> list[tuple[int, str]]:
     low = build_low_precision(build(config.model), config.train, CPU)
     assert low is not None
     return low.places
+
+
+def made(config: RunConfig, *changes: str) -> tuple[Step, LowPrecision]:
+    """A step with all its products in FP8, and their ranges."""
+    torch.manual_seed(0)
+    config = config.override([*WIDE, FP8, *changes])
+    step = build_step(build(config.model), config.train, CPU)
+    assert step.low_precision is not None
+    return step, step.low_precision
 
 
 def test_matrices_are_selected_by_sublayer_size_and_depth(config: RunConfig) -> None:
@@ -79,10 +89,7 @@ def test_ranges_cover_the_largest_values_of_the_last_steps(config: RunConfig, pr
 
 
 def test_an_out_of_range_outlier_is_reported_then_fits(config: RunConfig) -> None:
-    config = config.override([*WIDE, FP8])
-    step = build_step(build(config.model), config.train, CPU)
-    low = step.low_precision
-    assert low is not None
+    step, low = made(config)
     product = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
     assert isinstance(product, Fp8Linear)
     x = torch.randn(8, 48)
@@ -96,13 +103,11 @@ def test_an_out_of_range_outlier_is_reported_then_fits(config: RunConfig) -> Non
 
 
 def test_first_step_finds_ranges_without_other_effects(config: RunConfig) -> None:
-    config = config.override([*WIDE, FP8, "train.accumulate=2"])
+    config = config.override(["train.accumulate=2"])
     batches, weights = random_batches(config), []
     for find_first in (True, False):
-        torch.manual_seed(0)
-        step = build_step(build(config.model), config.train, CPU)
-        low = step.low_precision
-        assert low is not None and not low.knows_ranges
+        step, low = made(config)
+        assert not low.knows_ranges
         if find_first:
             with low.encoded_weights():
                 step._find_ranges(batches, (batches[0].targets != -100).sum() * 2)
@@ -110,23 +115,23 @@ def test_first_step_finds_ranges_without_other_effects(config: RunConfig) -> Non
             assert all(largest > 0 for largest in low.state()[-1])
         step(batches)
         weights.append([p.detach().clone() for p in step.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_equal(*weights)
     assert len([row for row in low.state() if any(row)]) == 2  # of that pass and of the step
 
 
 def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config.override([*WIDE, FP8, "train.accumulate=3"])
-    step = build_step(build(config.model), config.train, CPU)
+    config = config.override(["train.accumulate=3"])
+    step, low = made(config)
     calls = []
     monkeypatch.setattr(low_precision, "encode_weights", lambda *a: calls.append(len(a[0])) or encode_weights(*a))
     for _ in range(2):
         step(random_batches(config))
-    assert step.low_precision is not None and calls == [len(step.low_precision.places)] * 2
+    assert calls == [len(low.places)] * 2
     out = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
     x, weight = torch.randn(8, 48), out.projection.weight
     expected = fp8_linear(x, weight, out.scales)
     assert torch.equal(out(x), expected)  # of the weights after the update
-    with step.low_precision.encoded_weights():
+    with low.encoded_weights():
         assert torch.equal(out(x), expected)
     assert len(calls) == 3
 
@@ -136,16 +141,14 @@ def test_weights_stored_as_codes_need_no_working_copies(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Several reads (MUDD) call a projection more than once."""
-    config = config.override([*WIDE, FP8, model])
     monkeypatch.setattr("residua.train.step.resolve", lambda *_: (torch.bfloat16, False))
     totals = []
     for unread in (True, False):
-        torch.manual_seed(0)
-        step = build_step(build(config.model), config.train, CPU)
+        step, low = made(config, model)
         if unread:
-            assert step._copies is not None and step.low_precision is not None
+            assert step._copies is not None
             empty = [copy for copy in step._copies._copies if copy.untyped_storage().nbytes() == 2]
-            assert len(empty) == len(step.low_precision.places) and all(copy.isnan().all() for copy in empty)
+            assert len(empty) == len(low.places) and all(copy.isnan().all() for copy in empty)
         else:
             step._copies = WorkingCopies(step.model, torch.bfloat16)
             step._losses = step._build_losses(config.train)
@@ -156,41 +159,35 @@ def test_weights_stored_as_codes_need_no_working_copies(
 
 
 def test_relu2_feed_forward_runs_as_one_equal_operator(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config.override([*WIDE, FP8, "model.ffn.kind=relu2"])
     weights, calls = [], []
     for fused in (True, False):
-        torch.manual_seed(0)
-        model = build(config.model)
-        step = build_step(model, config.train, CPU)
+        step, _ = made(config, "model.ffn.kind=relu2")
         if fused:
             monkeypatch.setattr(
                 low_precision, "fp8_squared_relu", lambda *a: calls.append(1) or product.fp8_squared_relu(*a)
             )
         else:
-            for sublayer in model.sublayers:
+            for sublayer in step.model.sublayers:
                 vars(sublayer.body).pop("forward", None)
         for _ in range(3):
             step(random_batches(config))
-        weights.append([p.detach().clone() for p in model.parameters()])
+        weights.append([p.detach().clone() for p in step.model.parameters()])
     assert len(calls) == 3 * config.model.layers * config.train.accumulate
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_head_in_fp8_trains_on_codes_of_its_matrix(config: RunConfig, kind: str) -> None:
-    config = config.override([*WIDE, FP8, HEAD, f"model.head.kind={kind}", "train.accumulate=2"])
-    model = build(config.model)
-    step = build_step(model, config.train, CPU)
-    low = step.low_precision
-    assert low is not None and low.describe().endswith(
-        f"{len(low.places)} products in emulated FP8, including the head"
-    )
+    config = config.override(["train.accumulate=2"])
+    step, low = made(config, HEAD, f"model.head.kind={kind}")
+    model = step.model
+    assert low.describe().endswith(f"{len(low.places)} products in emulated FP8, including the head")
     for _ in range(2):
         step(random_batches(config))
     assert all(p.grad is None and p.isfinite().all() for p in model.parameters())
     last = low.state()[-1]
     assert last[-2] > 0 and last[-1] == 0  # of hidden; the gradient's range is fixed
-    h, targets, found = torch.randn(8, config.model.width), torch.arange(8), []
+    h, targets, found = torch.randn(8, model.config.width), torch.arange(8), []
     with torch.no_grad():
         for _ in range(2):
             with low.encoded_weights():
@@ -202,13 +199,11 @@ def test_head_in_fp8_trains_on_codes_of_its_matrix(config: RunConfig, kind: str)
 
 
 def test_step_with_head_in_fp8_compiles_to_the_same_losses(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config.override([*WIDE, FP8, HEAD, "model.layers=1"])
     one_graph = partial(torch.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr("residua.train.losses.compile_rewritten", one_graph)
     totals = []
     for compiled in ("on", "off"):
-        torch.manual_seed(0)
-        step = build_step(build(config.model), config.override([f"train.compile={compiled}"]).train, CPU)
+        step, _ = made(config, HEAD, "model.layers=1", f"train.compile={compiled}")
         for _ in range(2):
             step(random_batches(config))
         totals.append((*step.totals(), step.evaluate(random_batches(config))[0]))
@@ -216,9 +211,7 @@ def test_step_with_head_in_fp8_compiles_to_the_same_losses(config: RunConfig, mo
 
 
 def test_clamped_input_of_the_head_is_reported_by_name(config: RunConfig) -> None:
-    step = build_step(build(config.override(WIDE).model), config.override([*WIDE, FP8, HEAD]).train, CPU)
-    low = step.low_precision
-    assert low is not None
+    step, low = made(config, HEAD)
     step(random_batches(config))
     low._scales[-1].seen_x.fill_(1e4)
     low.end_step(lambda values: values)

@@ -4,39 +4,24 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from residua.config.run import RunConfig
-from residua.storage.checkpoint import checkpoints
 from residua.storage.run import read_metrics
 from tests.distributed.launch import start
+from tests.soak.runs import curves, differences
 from tests.train.conftest import Lab, after_each_step
 
 pytestmark = pytest.mark.slow
 
 LOGGED = {"loss": 9.0, "seconds": 1.0, "tokens_per_second": 64.0, "memory_gib": 0.5}
-TIMES = ("seconds", "tokens_per_second", "memory_gib", "took")
-
-
-def curves(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without times and speeds."""
-    records = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Same weights, same optimizer state, same data position and random state, same curves."""
-    first, second = checkpoints(one)[-1], checkpoints(other)[-1]
-    assert first.step == second.step
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        torch.testing.assert_close(load_file(first.path / name), load_file(second.path / name), rtol=0, atol=0)
-    state, other_state = first.state, second.state
-    assert {k: v for k, v in state.items() if k != "clock"} == {k: v for k, v in other_state.items() if k != "clock"}
-    assert curves(one) == curves(other)
+    """Same weights, same optimizer state, same data position and random state, same curves, no other files."""
+    assert differences(other, one) == []
 
 
 @pytest.fixture(scope="module")
