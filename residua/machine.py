@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from residua.errors import UserError
 
@@ -53,6 +54,13 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]
+
+
+def start_helpers(command: list[str], count: int, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `count` processes that read a pipe and print no errors, or as many as the system allows."""
+    with suppress(OSError):
+        for _ in range(count):
+            yield subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, **settings)
 
 
 def python_command(*arguments: str) -> list[str]:

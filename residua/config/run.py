@@ -413,8 +413,7 @@ def _check_experts(config: RunConfig) -> None:
     if not ffn.mixture:
         raise UserError(
             f"parallel.experts = {parallel.experts} cannot be combined with model.ffn.kind = '{ffn.kind}', "
-            "which has no "
-            "experts: use parallel.experts = 1."
+            "which has no experts: use parallel.experts = 1."
         )
     if ffn.bias:
         raise UserError(

@@ -92,8 +92,6 @@ PLAIN = {"gelu": "gelu", "relu2": "relu2", **dict.fromkeys(TANH, "gelu_tanh")}
 """`hidden_act` of a feed-forward without a gate → its kind."""
 
 FAMILIES: dict[str, type[Family]] = {}
-"""Families by `model_type`."""
-
 MISSING = {
     "bloom": ("position biases in the scores (ALiBi)", "gpt_neox"),
 }
@@ -179,7 +177,6 @@ class Family:
     SETTINGS: ClassVar[dict[str, Any]] = {"attention.kind": "softmax", "norm.kind": "rmsnorm"}
     """Our settings in all models of the family, unless a key says otherwise."""
     MIXERS: ClassVar[tuple[type, ...]] = (choices.SoftmaxAttention,)
-    """The mixers that its models may have."""
     BIAS: ClassVar[tuple[str, str] | None] = None
     """The key that turns on attention biases, and which biases these are."""
     QK_NORM: ClassVar[str] = "none"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,10 +101,13 @@ def read_finite(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptim
     require_finite(tensors, checkpoint.path, f"move {checkpoint.path} elsewhere to convert another")
 
 
-def main() -> None:
-    """The command: two folders, RUN and OUT."""
+USAGE = "name the run and the new folder: python -m residua.distributed.convert RUN OUT"
+
+
+def main(convert: Callable[[Path, Path], Path] = convert, usage: str = USAGE) -> None:
+    """The command: convert one folder to another; both are arguments."""
     if len(sys.argv) != 3:
-        sys.exit("residua: name the run and the new folder: python -m residua.distributed.convert RUN OUT")
+        sys.exit(f"residua: {usage}")
     with ending():
         print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
 

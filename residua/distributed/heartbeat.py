@@ -37,8 +37,6 @@ from typing import Any
 import torch.distributed as dist
 
 BEAT_SECONDS = 1.0
-"""Seconds between beats."""
-
 MISSED_BEATS = 4
 """Missed beats after which a rank is declared dead once a collective has failed."""
 

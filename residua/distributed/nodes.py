@@ -22,8 +22,6 @@ import torch.distributed as dist
 from residua.files import UNFINISHED, write_atomically, writing
 
 POLL_SECONDS = 0.05
-"""Seconds between two polls of the store."""
-
 MAX_SECONDS_FOR_A_FILE = 20.0
 """How long a rank looks for a file of another node: NFS may cache for a while that the file did not exist."""
 

@@ -29,7 +29,6 @@ PURPOSES = {
     "titan": "training with torchtitan",
     "linear": "a peer of the delta rule in residua bench ops",
 }
-"""The purpose of each extra."""
 DEVELOPERS = ("dev", "docs")
 """Extras for people who work on Residua."""
 _MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.doctor.findings import Finding, fix_of, in_words, quiet
-from residua.machine import available_cores, free_memory, python_command, python_environment
+from residua.machine import available_cores, free_memory, python_command, python_environment, start_helpers
 from residua.model.decoder import build
 from residua.ops._runtime.backend import Operator, backend
 from residua.ops._runtime.cases import Case, declared_operators, example_cases
@@ -146,7 +146,8 @@ def run_beside(
     waiting: Waiting = SimpleQueue()
     for name in sorted(checks, key=lambda name: first.index(name) if name in first else len(first)):
         waiting.put((name, findings[name]))
-    helpers = list(_begin(command, count))
+    pipes: dict[str, Any] = {"bufsize": 0, "stdout": subprocess.PIPE}
+    helpers = list(start_helpers(command, count, env=python_environment(), **pipes))
     threads = [Thread(target=_distribute, args=(waiting, helper), daemon=True) for helper in helpers]
     for thread in threads:
         thread.start()
@@ -175,14 +176,6 @@ def serve(checks: Mapping[str, Callable[[], Finding]]) -> None:
     os.write(answers, _READY)
     for line in sys.stdin:
         os.write(answers, json.dumps(asdict(checks[line.rstrip("\n")]())).encode() + b"\n")
-
-
-def _begin(command: list[str], count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `count` processes, or as many as the system allows."""
-    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-    with suppress(OSError):
-        for _ in range(count):
-            yield subprocess.Popen(command, bufsize=0, env=python_environment(), stdin=pipe, stdout=pipe, stderr=quiet)
 
 
 def _distribute(waiting: Waiting, helper: subprocess.Popen[bytes]) -> None:

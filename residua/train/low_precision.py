@@ -216,6 +216,7 @@ class LowPrecision:
         self.places = [*(place for place, _ in chosen), *head]
         # separate tensors: compiled graphs write to some, and would treat parts of one tensor as one
         self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in self.places]
+        self._seen = [value for scales in self._scales for value in (scales.seen_x, scales.seen_g)]
         self._history = torch.zeros(self.config.history, 2 * len(self.places), device=device)
         self._beyond = torch.zeros(2 * len(self.places), device=device)
         self._limits = torch.full_like(self._beyond, torch.inf)
@@ -280,13 +281,12 @@ class LowPrecision:
         """Update the ranges for the next step with the magnitudes of this one."""
         if not self._products:
             return
-        seen = [value for scales in self._scales for value in (scales.seen_x, scales.seen_g)]
-        now = largest_over_ranks(torch.stack(seen))
+        now = largest_over_ranks(torch.stack(self._seen))
         now = torch.where(now.isfinite(), now, torch.zeros_like(now))  # a NaN range would stay NaN
         self._beyond = now / self._limits
         self._set(torch.cat([self._history[1:], now[None]]))
         self._known.ranges = True
-        torch._foreach_zero_(seen)
+        torch._foreach_zero_(self._seen)
 
     def _set(self, history: Tensor) -> None:
         """Set the history and compute scales from it; a tensor that was always zero gets an arbitrary scale."""
@@ -333,7 +333,7 @@ class LowPrecision:
         self._set(torch.zeros_like(self._history))
         self._limits.fill_(torch.inf)
         self._known.ranges = False
-        torch._foreach_zero_([value for scales in self._scales for value in (scales.seen_x, scales.seen_g)])
+        torch._foreach_zero_(self._seen)
 
     def describe(self) -> str:
         """A line for the summary of the run."""

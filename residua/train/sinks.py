@@ -188,14 +188,12 @@ class Display:
         elif record["kind"] == "experts":  # the lowest and the highest load; 1 is an equal share
             self._experts = f"experts {record['lightest']:.2f}–{record['heaviest']:.2f}"
         elif record["kind"] == "train":
-            self._show(record)
-
-    def _show(self, record: dict[str, Any]) -> None:
-        if self._live is None:
-            self.console.print(self._train_line(record), soft_wrap=True)
-        else:
-            progress, task = self._live
-            progress.update(task, completed=record["step"], description=self._train_line(record))
+            line = self._train_line(record)
+            if self._live is None:
+                self.console.print(line, soft_wrap=True)
+            else:
+                progress, task = self._live
+                progress.update(task, completed=record["step"], description=line)
 
     def close(self) -> None:
         if self._live is not None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 MEASURED_SHARE = 0.01
 """Share of the tokens trained between two measurements that is measured; a forward pass is a third of a step's work."""
 MIN_TOKENS = 64
-"""Minimum tokens per measurement."""
 MEASUREMENTS, MAX_LOG_LINES = 20, 10
 """Default number of measurements in a run, and maximum number of log lines between two of them."""
 REPORTED_GROWTH, GROWTH_WINDOW = 10.0, 0.1
@@ -70,7 +69,8 @@ class Gauges(dict[str, Tensor]):
             case "depth", "pre":
                 self._weights[number] = value
             case "depth", "streams":
-                self._note_each("stream", number + 1, value.abs().amax((0, 1, 3)))
+                for i, peak in enumerate(value.abs().amax((0, 1, 3)).unbind()):
+                    self._figures[f"stream.{i}", number + 1] = peak
             case "depth", "beta":
                 self._take_beta(number, value)
             case "attention", "gate":
@@ -109,10 +109,6 @@ class Gauges(dict[str, Tensor]):
         amplification = None if recovery is None else recovery.amplification(k, beta)
         if amplification is not None:
             self._figures["recovery", k] = amplification
-
-    def _note_each(self, name: str, place: int, values: Tensor) -> None:
-        for i, value in enumerate(values.unbind()):
-            self._figures[f"{name}.{i}", place] = value
 
     def _note(self, name: str, places: Iterable[int], values: Tensor) -> None:
         for place, value in zip(places, values.unbind(), strict=True):

@@ -173,8 +173,7 @@ def first_step(trained: Step, config: RunConfig) -> tuple[Callable[[], None], fl
     step()
     synchronize(trained.device)
     first = time.perf_counter() - begin
-    if trained.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(trained.device)  # before graph capture: replays allocate nothing
+    reset_peak_memory(trained.device)  # before graph capture: replays allocate nothing
     return step, first
 
 

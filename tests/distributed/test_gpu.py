@@ -66,9 +66,9 @@ def test_building_a_gpu_model_holds_only_one_layer_on_the_host() -> None:
 @pytest.mark.parametrize("rows", [0, 512])
 def test_divided_experts_compute_the_same_as_whole_experts(rows: int) -> None:
     """The exchange with NCCL, of this rank with itself; also if no row arrives."""
-    from residua.distributed.experts import DividedExperts
     from residua.distributed.mesh import one_rank
     from residua.model.moe import Experts
+    from tests.distributed.test_experts import divided
 
     table = choices.MoE(hidden=64, experts=8, top_k=2)
     whole = Experts(table, 128, std=0.05, output_std=0.05).cuda()
@@ -78,11 +78,7 @@ def test_divided_experts_compute_the_same_as_whole_experts(rows: int) -> None:
         alone: Any = SimpleNamespace(
             config=SimpleNamespace(experts=1, slices=1, shard=1, data=1), shards=mesh.shards, experts=dist.group.WORLD
         )
-        apart = DividedExperts(whole, alone, torch.bfloat16)
-        found = []
-        with torch.no_grad():
-            for here, there in ((apart.up, whole.up), (apart.out, whole.out)):
-                local(here).copy_(there)
+        apart, found = divided(whole, alone, torch.bfloat16), []
         for experts in (whole, apart):
             given = x.clone().requires_grad_()
             with torch.autocast("cuda", dtype=torch.bfloat16):

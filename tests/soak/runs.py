@@ -1,6 +1,5 @@
 """The runs that faults are injected into: one for every kind of checkpoint, and how two of them are compared."""
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -129,9 +128,3 @@ def leftovers(run: Path, undisturbed: Path) -> list[str]:
     temporary = {str(p.relative_to(run)) for p in run.rglob(".*") if p.name != ".lock"}
     partial = {str(p.relative_to(run)) for p in run.rglob("*.partial")}
     return sorted(names | temporary | partial)
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """A digest of every file in a folder."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}

@@ -19,7 +19,6 @@ from tests.soak.runs import (
     STEPS,
     Kind,
     differences,
-    fingerprint,
     last_line,
     last_step,
     make_data,
@@ -27,6 +26,7 @@ from tests.soak.runs import (
     saves,
     write_config,
 )
+from tests.train.conftest import files
 
 FAULTS_PER_RUN = 12
 
@@ -179,12 +179,12 @@ class Soak:
 
     def refused(self, kind: Kind, run: Path) -> list[str]:
         """A start that must be refused in one sentence and change nothing."""
-        files = fingerprint(run)
+        before = files(run)
         job = self.start(kind, run, command=False)
         if not job.end():
             return [f"the next start hung: {job.said()[-500:]}"]
         sentences = job.said().strip().splitlines()
-        wrong = [] if fingerprint(run) == files else ["the refused start changed the run"]
+        wrong = [] if files(run) == before else ["the refused start changed the run"]
         if job.codes()[0] != 2 or len(sentences) != 1 or not sentences[0].startswith("residua: "):
             wrong.append(f"the next start ended with {job.codes()}: {job.said()[-1500:]}")
         return wrong

@@ -15,6 +15,7 @@ from residua.storage.hugging_face import import_folder
 from residua.storage.model_folder import open_model, open_text
 from residua.train.start import check_tokenizer
 from tests.convert.tiny import GEMMA, saved
+from tests.storage.test_imported import done
 from tests.trained import residua
 
 pytest.importorskip("transformers")
@@ -47,28 +48,21 @@ def prepared(text: str, tokenizer: Path, out: Path) -> Dataset:
 
 
 @pytest.mark.slow
-def test_every_command_accepts_a_model_with_extra_ids(
-    folder: Path, run: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_every_command_accepts_a_model_with_extra_ids(folder: Path, run: Path, tmp_path: Path) -> None:
     data, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text(f"{WORDS} <image_soft_token>")  # special tokens inside a text are text
-
-    def do(*arguments: object) -> str:
-        assert residua(monkeypatch, *arguments) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
     held_out = shutil.copy(text, tmp_path / "held_out.txt")
-    do("data", "prepare", text, "--validation", held_out, "--overlap", "keep", "--tokenizer", folder, "--out", data)
+    done("data", "prepare", text, "--validation", held_out, "--overlap", "keep", "--tokenizer", folder, "--out", data)
     assert Dataset.open(data).vocab_size == 259
-    do("eval", run, "--data", data)
-    do("diagnose", run, "--text", text, "--tokens", 128, "--out", tmp_path / "diagnosis")
-    do("quantize", run, "--data", data, "--out", tmp_path / "low")
+    done("eval", run, "--data", data)
+    done("diagnose", run, "--text", text, "--tokens", 128, "--out", tmp_path / "diagnosis")
+    done("quantize", run, "--data", data, "--out", tmp_path / "low")
     changes = ["model.topology=dense", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
-    printed = do("train", "--from", run, *changes, "--data", data, "--out", tmp_path / "new")
+    printed = done("train", "--from", run, *changes, "--data", data, "--out", tmp_path / "new")
     assert "257 token ids; the tokenizer has 2 more, which do not occur in the text\n" in printed
-    do("export", run, "--out", tmp_path / "back", "--layout", "gemma3_text")
+    done("export", run, "--out", tmp_path / "back", "--layout", "gemma3_text")
     for model in (folder, run, tmp_path / "low", tmp_path / "new", tmp_path / "back"):
-        do("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
+        done("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
 
 
 def test_generate_refuses_a_prompt_with_an_unknown_id(run: Path, monkeypatch, capsys) -> None:

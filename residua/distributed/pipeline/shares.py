@@ -33,8 +33,6 @@ MAX_UNEVENNESS = 1.10
 """The head stays in one piece if the most expensive stage has at most this multiple of the mean work."""
 
 HEAD_PIECES = 16
-"""Pieces of a divided head."""
-
 DIVIDED_HEAD_COST = 1.25
 """Assumed cost of a divided head relative to a whole one. On an H200, pieces that compute their logits twice took 1.49
 times as long (docs/lab/ranks.md); pieces that keep their softmax were not measured."""

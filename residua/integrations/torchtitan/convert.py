@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from residua.config.run import RunConfig
-from residua.distributed.convert import TOKENIZER, copy_files, new_run, read_finite, require_checkpoints
+from residua.distributed.convert import TOKENIZER, copy_files, main, new_run, read_finite, require_checkpoints
 from residua.errors import UserError
 from residua.files import atomic_folder, write_atomically
 from residua.integrations.torchtitan.checkpoint import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
 from residua.reading import ReadError, inside, reason
-from residua.report.failure import ending
 from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, model_tensors
 from residua.storage.run import saved_config
 from residua.storage.sharded import quietly, require_held
@@ -194,13 +192,5 @@ def convert(source: Path, out: Path) -> Path:
     return to_run(source, out) if inside(source, DUMP).is_dir() else to_dump(source, out)
 
 
-def main() -> None:
-    """The command: two folders, FROM and TO."""
-    if len(sys.argv) != 3:
-        sys.exit("residua: name two folders: python -m residua.integrations.torchtitan.convert FROM TO")
-    with ending():
-        print(f"written to {convert(Path(sys.argv[1]), Path(sys.argv[2]))}")
-
-
 if __name__ == "__main__":
-    main()
+    main(convert, "name two folders: python -m residua.integrations.torchtitan.convert FROM TO")

@@ -217,8 +217,8 @@ def pipeline(
     for module in part.slices if compiles(compile_config) else ():
         module.compile_parts(whole=grid.ranks == 1)
 
-    def trained(*args: Any) -> Any:
-        return loss_fn(*args)[0]  # a schedule takes the loss alone, without torchtitan's metrics
+    def trained(*args: Any, **kwargs: Any) -> Any:
+        return loss_fn(*args, **kwargs)[0]  # a schedule takes the loss alone, without torchtitan's metrics
 
     built = part.build_stages()
     kind = get_schedule_class(parallelism.pipeline_parallel_schedule)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -293,11 +293,7 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, **_: Any) -> None:
         super().__init__()
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError("a run reads prepared tokens, so it has no text to tokenize")
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("a run reads prepared tokens, and the model has its own vocabulary")
 
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError("a run reads prepared tokens, so it has no text to tokenize")
-
-    def get_vocab_size(self) -> int:
-        raise NotImplementedError("the model has its own vocabulary")
+    encode = decode = get_vocab_size = _refuse

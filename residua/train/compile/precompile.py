@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from residua.machine import available_cores, python_command, python_environment
+from residua.machine import available_cores, python_command, python_environment, start_helpers
 from residua.ops._runtime import library, triton_support
 
 MOST_HELPERS = 8
@@ -80,7 +80,7 @@ class Helpers:
     def __init__(self, capability: int, multiprocessors: int, count: int) -> None:
         call = f"precompile.serve(precompile.received({os.getpid()}), {capability}, {multiprocessors})"
         command = python_command("-c", f"from residua.train.compile import precompile; {call}")
-        processes = list(_begin(command, _environment(), count))
+        processes = list(start_helpers(command, count, env=_environment(), stdout=subprocess.DEVNULL))
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
         self.close = finalize(self, self._requests.put, None)
@@ -131,18 +131,6 @@ def _environment() -> dict[str, str]:
     return python_environment(CUDA_VISIBLE_DEVICES="")
 
 
-def _begin(command: list[str], environment: dict[str, str], count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `count` processes, or as many as the system allows."""
-    quiet = subprocess.DEVNULL
-    with suppress(OSError):
-        for _ in range(count):
-            yield subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
-
-
-def _is_leaf(x: object) -> bool:
-    return isinstance(x, StandIn)
-
-
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
     """Call each request's operator, compiling kernels without launching them; returns the kernels' names."""
     compiled: list[str] = []
@@ -150,7 +138,8 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
     for module, name, args, settings in requests:
         with suppress(Exception):  # the launch itself will report it
             import_module(module)
-            tensors, named = tree_map_only(StandIn, StandIn.make, (args, settings), is_leaf=_is_leaf)
+            given = (args, settings)
+            tensors, named = tree_map_only(StandIn, StandIn.make, given, is_leaf=lambda x: isinstance(x, StandIn))
             getattr(torch.ops.residua, name)(*tensors, **named)
     return compiled
 
