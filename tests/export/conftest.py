@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import say as say
+from tests.cli.conftest import sentence as sentence
+
 WITHHELD = ("residua", "__editable__", "pydantic", "typer", "tomli_w")
 
 

@@ -11,8 +11,15 @@ from residua.config.model import ModelConfig
 from residua.data.tokenizer import Tokenizer
 from residua.export.folder import write_folder
 from residua.model.decoder import Decoder
+from tests.model.combinations import config_of
 
 VOCABULARY = 257
+FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
+
+
+def made_of(*choices: str) -> ModelConfig:
+    """The configuration with these choices, one for each of the FACTORS."""
+    return config_of(dict(zip(FACTORS, choices, strict=True)))
 
 
 def trained_like(config: ModelConfig) -> Decoder:
@@ -38,7 +45,7 @@ def write(model: Decoder, folder: Path) -> Path:
 
 @torch.no_grad()
 def greedy(model: Decoder, tokens: Tensor, count: int, ids: int | None = None) -> Tensor:
-    """Tokens and so many likeliest next ones, of the first `ids`; computed without a cache."""
+    """Tokens and the `count` most likely next ones, of the first `ids`; computed without a cache."""
     for _ in range(count):
         tokens = torch.cat([tokens, model(tokens)[:, -1:, :ids].argmax(-1)], 1)
     return tokens

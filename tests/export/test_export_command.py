@@ -82,7 +82,7 @@ def test_diagnose_gives_the_same_for_an_export_and_its_run(run: Path, exported: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "words"),
     [
         (("nowhere", "--out", "{tmp}/out"), "nowhere is not a folder"),
         (("{run}", "--out", "{run}"), "exists and is not an empty folder: choose another --out."),
@@ -91,19 +91,16 @@ def test_diagnose_gives_the_same_for_an_export_and_its_run(run: Path, exported: 
     ],
 )
 def test_mistakes_print_one_sentence_and_leave_nothing(
-    arguments: tuple[str, ...], sentence: str, run: Path, tmp_path: Path, monkeypatch, capsys
+    arguments: tuple[str, ...], words: str, run: Path, tmp_path: Path, sentence
 ) -> None:
     before = sorted(run.rglob("*"))
-    given = [a.format(run=run, tmp=tmp_path) for a in arguments]
-    assert residua(monkeypatch, "export", *given) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.count("\n") == 1
-    assert sorted(run.rglob("*")) == before and list(tmp_path.iterdir()) == []
+    assert words in sentence("export", *(a.format(run=run, tmp=tmp_path) for a in arguments))
+    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "mis-shaped"])
 def test_mismatched_checkpoint_is_named_and_nothing_is_written(
-    damage: str, run: Path, tmp_path: Path, monkeypatch, capsys
+    damage: str, run: Path, tmp_path: Path, sentence
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -113,10 +110,7 @@ def test_mismatched_checkpoint_is_named_and_nothing_is_written(
     if damage == "missing":
         del tensors["norm.weight"]
     save_file(tensors, path)
-    assert residua(monkeypatch, "export", copy, "--out", tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert "'norm.weight'" in said and said.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert "'norm.weight'" in sentence("export", copy, "--out", tmp_path / "out")
 
 
 def test_export_whose_code_disagrees_is_never_published(run: Path, tmp_path: Path, monkeypatch) -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.export.exported import bytes_config, in_transformers, trained_like, write
-from tests.model.combinations import config_of
+from tests.export.exported import bytes_config, in_transformers, made_of, trained_like, write
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("copied_code")]
 pytest.importorskip("transformers")
-FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
 ROWS = {
     "plain": ("additive", "none", "rmsnorm", "plain", "swiglu", "untied"),
     "mgr": ("multi_gate", "exoformer dynamic", "gatednorm", "gated", "swiglu", "tied"),
@@ -35,8 +33,8 @@ class Logits(nn.Module):
 
 @pytest.fixture(params=ROWS)
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    row = dict(zip(FACTORS, ROWS[request.param], strict=True))
-    return Logits(in_transformers(write(trained_like(bytes_config(config_of(row))), tmp_path / "model"))).eval()
+    model = trained_like(bytes_config(made_of(*ROWS[request.param])))
+    return Logits(in_transformers(write(model, tmp_path / "model"))).eval()
 
 
 @torch.no_grad()

@@ -10,24 +10,19 @@ from torch import Tensor, nn
 
 from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
-from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
-from tests.model.combinations import config_of
+from tests.export.exported import VOCABULARY, bytes_config, in_transformers, made_of, trained_like, write
 from tests.model.small import small
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("copied_code")]
 transformers = pytest.importorskip("transformers")
 
-FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
 ROWS = {
     "mgr": ("multi_gate", "exoformer dynamic", "gatednorm", "gated", "swiglu", "tied"),
     "attnres": ("block_attnres", "nuresformer", "rmsnorm", "grouped", "relu2", "untied"),
     "mhc": ("mhc_lite", "resformer", "dyt", "plain", "moe", "tied"),
 }
 CONFIGS: dict[str, ModelConfig] = {
-    **{
-        name: config_of(dict(zip(FACTORS, row, strict=True))).model_copy(update={"logit_softcap": None})
-        for name, row in ROWS.items()
-    },
+    **{name: made_of(*row).model_copy(update={"logit_softcap": None}) for name, row in ROWS.items()},
     "scaled embedding": small(layers=2, embed_scale=2.0),
 }
 

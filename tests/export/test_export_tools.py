@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 import residua
 from residua.config.choices import AnchorChoice, NormChoice, TopologyChoice
 from tests.export import with_tools
-from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
-from tests.model.combinations import TABLES, config_of
+from tests.export.exported import FACTORS, VOCABULARY, bytes_config, in_transformers, made_of, trained_like, write
+from tests.model.combinations import TABLES
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 if find_spec("peft") is None:  # its import takes seconds, in every worker that collects this file
     pytest.skip("needs peft", allow_module_level=True)
 
-FACTORS = ("topology", "anchors", "norm", "attention", "ffn", "head")
 # Every topology, source of anchors, norm, attention, feed-forward and head at least once.
 COMBINATIONS = [
     ("additive", "none", "gatednorm", "gated", "relu2", "untied"),
@@ -61,7 +60,7 @@ QUICK = next(row for row in COMBINATIONS if row[0] == "mudd")  # several reads, 
 def exported(row: tuple[str, ...], home: Path) -> Path:
     """A folder, and next to it the results of Residua."""
     torch.manual_seed(5)
-    model = trained_like(bytes_config(config_of(dict(zip(FACTORS, row, strict=True)))))
+    model = trained_like(bytes_config(made_of(*row)))
     folder = write(model, home / "_".join(" ".join(row[:3]).split()))
     tokens = torch.randint(VOCABULARY - 1, (2, 9))
     with torch.no_grad():

@@ -144,17 +144,13 @@ LOOP = "model.order={kind='loop', prelude=1, coda=1, turns=2}"
     ("preset", "change", "words"),
     [
         ("tiny-moe", "train.balance.load=same_step", r"same_step.*torchtitan"),
+        ("tiny-moe", "model.ffn.top_k=1", r"model\.ffn\.top_k = 1.*learns nothing"),
         ("tiny", LOOP, r"order.kind = 'loop' runs a layer several times, but torchtitan.*use `residua train`\.$"),
     ],
 )
 def test_run_settings_without_an_equivalent_are_refused(preset: str, change: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         refuse_run(RunConfig.find(preset).override([change]))
-
-
-def test_a_router_that_would_not_learn_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1.*learns nothing"):
-        refuse_run(RunConfig.find("tiny-moe").override(["model.ffn.top_k=1"]))
 
 
 def test_a_run_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:

@@ -39,15 +39,8 @@ class Engine:
         out.mkdir()
         self.dump = dump or out / "dump"
         fixed = ["--module", "residua.integrations.torchtitan", "--config", name, "--dump_folder", str(self.dump)]
-        quiet = [
-            "--metrics.log_freq",
-            "1",
-            "--debug.no-enable_structured_logging",
-            "--comm.trace_buf_size",
-            "0",
-            "--comm.init_timeout_seconds",
-            "60",
-        ]
+        quiet = ["--metrics.log_freq", "1", "--debug.no-enable_structured_logging", "--comm.trace_buf_size", "0"]
+        quiet += ["--comm.init_timeout_seconds", "60"]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job: dict[str, Any] = {
             "ranks": ranks, "port": store.port, "out": str(out), "die": list(die), "arguments": fixed + quiet + [*flags]

@@ -16,7 +16,6 @@ from residua.storage.model_folder import open_model, open_text
 from residua.train.start import check_tokenizer
 from tests.convert.tiny import GEMMA, saved
 from tests.storage.test_imported import done
-from tests.trained import residua
 
 pytest.importorskip("transformers")
 WORDS = "The quick brown fox jumps over the lazy dog. " * 60
@@ -65,16 +64,14 @@ def test_every_command_accepts_a_model_with_extra_ids(folder: Path, run: Path, t
         done("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
 
 
-def test_generate_refuses_a_prompt_with_an_unknown_id(run: Path, monkeypatch, capsys) -> None:
-    assert residua(monkeypatch, "generate", run, "--prompt", "The <extra> fox") == 2
-    assert capsys.readouterr().err == f"residua: the prompt {UNKNOWN}leave it out.\n"
+def test_generate_refuses_a_prompt_with_an_unknown_id(run: Path, sentence) -> None:
+    assert sentence("generate", run, "--prompt", "The <extra> fox") == f"the prompt {UNKNOWN}leave it out."
 
 
-def test_diagnose_refuses_text_with_an_unknown_id(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_diagnose_refuses_text_with_an_unknown_id(run: Path, tmp_path: Path, sentence) -> None:
     (tmp_path / "text.txt").write_text(f"<extra> {WORDS}")
     arguments = ("--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokens", 64)
-    assert residua(monkeypatch, "diagnose", run, *arguments) == 2
-    assert f"text.txt {UNKNOWN}name text without it with --text" in capsys.readouterr().err
+    assert f"text.txt {UNKNOWN}name text without it with --text" in sentence("diagnose", run, *arguments)
 
 
 def test_eval_refuses_an_unknown_id_before_scoring(run: Path) -> None:

@@ -13,13 +13,14 @@ from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
 from residua.model.equivalence import InitFidelity
 from residua.quantize import quantize
-from residua.storage.hugging_face import companions
+from residua.storage.hugging_face import companions, import_folder
 from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
 from residua.train.environment import START
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
 from residua.train.world import SharedWorld
+from tests.convert.tiny import saved
 from tests.train.conftest import small_run
 from tests.trained import residua
 
@@ -156,9 +157,6 @@ def test_from_requires_a_new_folder(old: Path, tmp_path, monkeypatch, capsys, ar
 @pytest.mark.slow
 def test_an_imported_run_can_be_a_start_but_not_resumed(tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
     pytest.importorskip("transformers")
-    from residua.storage.hugging_face import import_folder
-    from tests.convert.tiny import saved
-
     saved(tmp_path / "hf", "Llama", vocab_size=320, rms_norm_eps=1e-5)
     (tmp_path / "hf" / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
@@ -187,9 +185,6 @@ def test_a_new_router_without_a_gradient_is_refused(data: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_imported_top_1_router_is_frozen_unless_balanced(tmp_path, monkeypatch, capsys, data) -> None:
     pytest.importorskip("transformers")
-    from residua.storage.hugging_face import import_folder
-    from tests.convert.tiny import saved
-
     saved(tmp_path / "hf", "Mixtral", vocab_size=320, num_local_experts=4, num_experts_per_tok=1)
     import_folder(tmp_path / "hf", tmp_path / "run")
     before = load(tmp_path / "run").state_dict()
