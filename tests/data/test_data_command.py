@@ -12,6 +12,8 @@ from residua.config.run import DataConfig, RunConfig
 from residua.data import DataError, Dataset, Tokenizer
 from residua.data.source import open_data, vocabulary
 
+BYTES = ("--tokenizer", "bytes", "--holdout", "0", "--out")
+
 
 def run(*arguments: str | Path) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -44,7 +46,7 @@ def test_info_checks_every_token(jsonl: Path, tmp_path: Path) -> None:
 
 def test_info_escapes_terminal_control_codes_in_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a\x1b[2Jb\x1b]0;title\x07c")
-    run("prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0")
+    run("prepare", tmp_path / "text.txt", *BYTES, tmp_path / "out")
     shown = run("info", tmp_path / "out")
     assert "a\N{REPLACEMENT CHARACTER}[2Jb" in shown and not set(shown) & set("\x1b\x07")
 
@@ -88,7 +90,7 @@ def test_tiny_validation_text_is_reported(tmp_path: Path) -> None:
 
 def test_text_without_validation_suggests_evaluation(jsonl: Path, tmp_path: Path) -> None:
     out = tmp_path / "data of mine"
-    printed = run("prepare", jsonl, "--out", out, "--tokenizer", "bytes", "--holdout", "0")
+    printed = run("prepare", jsonl, *BYTES, out)
     assert printed.endswith(f"next: residua eval RUN --data '{out}' --split train\n") and "residua train" not in printed
 
 
@@ -98,14 +100,13 @@ def test_skipped_files_are_reported_and_read_if_named(tmp_path: Path, monkeypatc
     (folder / ".git").mkdir(parents=True)
     for name in ("a.txt", "b.c", "c.c", "d.h", "e.tar.gz", "f.json", "g.x", "Makefile", ".git/config", ".hidden.c"):
         (folder / name).write_text(f"text of {name}")
-    options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
-    printed = run("prepare", folder, *options, tmp_path / "a")
+    printed = run("prepare", folder, *BYTES, tmp_path / "a")
     left_out = "7 files skipped because of the suffix (.c, no suffix, .h, .tar.gz, …): to read text files among them, "
     assert f"{left_out}name them, as in residua data prepare 'my code'/*.c\n" in printed
-    printed = run("prepare", folder, folder / "b.c", folder / "c.c", *options, tmp_path / "b")
+    printed = run("prepare", folder, folder / "b.c", folder / "c.c", *BYTES, tmp_path / "b")
     assert "5 files skipped because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
     assert Dataset.open(tmp_path / "b").split("train").documents == 3
-    assert "skipped because" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
+    assert "skipped because" not in run("prepare", folder / "a.txt", *BYTES, tmp_path / "c")
 
 
 def test_trained_tokenizer_is_used_to_prepare(jsonl: Path, tmp_path: Path) -> None:
@@ -147,8 +148,7 @@ def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
 
 def test_document_that_crosses_the_limit_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh")
-    options = ("--max-bytes", "3", "--holdout", "0", "--tokenizer", "bytes", "--out", tmp_path / "out")
-    run("prepare", tmp_path / "a.txt", *options)
+    run("prepare", tmp_path / "a.txt", "--max-bytes", "3", *BYTES, tmp_path / "out")
     assert Dataset.open(tmp_path / "out").split("train").bytes == 8
     assert "Stop after the document that reaches" in " ".join(run("prepare", "--help").split())
 
@@ -191,15 +191,14 @@ def test_skip_bad_counts_problems_and_shows_the_first_per_kind(tmp_path: Path, m
     Path("messy/b.txt").write_bytes(b"\xff\xfe")
     Path("messy/c.txt.gz").write_bytes(b"not gzip")
     Path("messy/d.txt").write_text("three")
-    options = ("--tokenizer", "bytes", "--holdout", "0", "--out", "out")
     with pytest.raises(DataError) as caught:
-        run("prepare", "messy", *options)
+        run("prepare", "messy", *BYTES, "out")
     refusal = str(caught.value)
     assert refusal.startswith("6 problems in the text (2 lines not valid JSON, 1 line whose field 'text' is not text, ")
     places = ("line 2 is", "line 3: field", "line 4 has", "line 5 is", "b.txt is not UTF-8", "c.txt.gz (Not a gzip")
     assert [place for place in places if place not in refusal] == []
     assert refusal.endswith("or skip all of them with --skip-bad.") and not Path("out").exists()
-    printed = run("prepare", "messy", "--skip-bad", *options)
+    printed = run("prepare", "messy", "--skip-bad", *BYTES, "out")
     assert Dataset.open("out").split("train").documents == 3
     assert "2 lines skipped (not valid JSON), the first: messy/a.jsonl, line 2 is not valid JSON (" in printed
     assert "1 line skipped (without the field 'text'), the first: messy/a.jsonl, line 4 has no" in printed
@@ -212,11 +211,10 @@ def test_partly_used_file_is_reported_with_skip_bad(tmp_path: Path, monkeypatch)
     lines = [b'{"text": "%d %s"}\n' % (n, b"word " * 1000) for n in range(40)]
     Path("half.jsonl").write_bytes(b"".join([*lines[:20], b'{"text": " "}\n\xff', *lines[20:]]))
     Path("none.txt").write_bytes(b"\xff")
-    options = ("--tokenizer", "bytes", "--holdout", "0", "--out", "out")
     with pytest.raises(DataError, match=r"^2 problems in the text \(2 files not UTF-8 text\)") as caught:
-        run("prepare", "half.jsonl", "none.txt", *options)
+        run("prepare", "half.jsonl", "none.txt", *BYTES, "out")
     assert "skipped" not in str(caught.value)
-    printed = run("prepare", "half.jsonl", "none.txt", "--skip-bad", *options)
+    printed = run("prepare", "half.jsonl", "none.txt", "--skip-bad", *BYTES, "out")
     used = Dataset.open("out").split("train").documents
     assert 0 < used <= 20
     first = f"half.jsonl is not UTF-8 text (invalid start byte): read up to document {used}, then skipped"
@@ -231,14 +229,13 @@ def test_links_that_leave_a_folder_are_skipped_and_named(tmp_path: Path, monkeyp
     Path("secret.txt").write_text("secret")
     Path("folder").mkdir()
     Path("folder/link.txt").symlink_to(tmp_path / "secret.txt")
-    options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
     with pytest.raises(DataError, match=r"the folder folder holds no text: 1 link skipped .*\(folder/link\.txt to /"):
-        run("prepare", "folder", *options, "a")
+        run("prepare", "folder", *BYTES, "a")
     Path("folder/text.txt").write_text("text")
     Path("folder/inner.txt").symlink_to("text.txt")
-    assert "1 link skipped because it leads out of the folder" in run("prepare", "folder", *options, "b")
+    assert "1 link skipped because it leads out of the folder" in run("prepare", "folder", *BYTES, "b")
     assert Dataset.open("b").split("train").bytes == 8
-    assert "skipped because" not in run("prepare", "folder", "secret.txt", *options, "c")
+    assert "skipped because" not in run("prepare", "folder", "secret.txt", *BYTES, "c")
     assert Dataset.open("c").split("train").bytes == 14
 
 

@@ -117,7 +117,7 @@ def test_full_disk_gives_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: 
 
     monkeypatch.setattr(ShardWriter, "add", add)
     with pytest.raises(
-        OSError, match=r"could not write .*out: No space left on device; the partial output was " r"removed"
+        OSError, match=r"could not write .*out: No space left on device; the partial output was removed"
     ):
         prepare(open_corpus([jsonl]), tmp_path / "out", "bytes")
     assert list(tmp_path.iterdir()) == []

@@ -61,9 +61,8 @@ def test_the_folder_holds_the_files_hugging_face_expects(written):
     assert all(name.endswith(".py") for name in set(written) - FILES)
     config = json.loads(written["config.json"])
     assert config["architectures"] == ["ResiduaForCausalLM"] and config["model_type"] == "residua"
-    assert (
-        config["hidden_size"] == 16 and config["num_hidden_layers"] == 1 and config["layer_types"] == ["full_attention"]
-    )
+    assert config["hidden_size"] == 16
+    assert config["num_hidden_layers"] == 1 and config["layer_types"] == ["full_attention"]
 
 
 def test_residua_reads_an_export_back_exactly(folder, model):

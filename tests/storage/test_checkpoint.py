@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_names_one_to_resume_from(run: Path, config: RunCon
     last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
     cut(last / name)
     sentence = (
-        rf"{last / name} cannot be read .*: move {last} elsewhere to continue with {earlier}, which is " r"complete\.$"
+        rf"{last / name} cannot be read .*: move {last} elsewhere to continue with {earlier}, which is complete\.$"
     )
     with pytest.raises(ValueError, match=sentence):
         train(config, run, resume=True, console=QUIET)

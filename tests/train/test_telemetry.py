@@ -269,9 +269,8 @@ def test_trackers_and_pages_plot_every_figure_over_tokens() -> None:
     drawn = by_place(records)
     assert list(drawn) == ["peak |h|", "peak |s| of a stream: 0", "peak |s| of a stream: 1"]
     last = drawn["peak |h|"].to_dict()["data"][1]
-    assert (
-        last["name"] == "read by the final norm" and list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
-    )
+    assert last["name"] == "read by the final norm"
+    assert list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
 
 
 def test_map_shows_which_input_exceeded_its_range_and_when() -> None:
