@@ -1,7 +1,5 @@
 """The choices in a model's configuration, and the rows of a covering array over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from residua.config.model import ModelConfig

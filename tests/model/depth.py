@@ -1,7 +1,5 @@
 """Driving a topology by itself: random sublayer outputs in, sublayer inputs out."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from residua.config import choices

@@ -1,7 +1,5 @@
 """The plugins that docs/extend.md and its reference show, as files and as modules."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Covering arrays: few rows in which every two choices of different factors meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Softmax attention and projection mixing against their equations: values, and every gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Parts that other families have: norms on outputs, scaled embeddings, windows, biases, stretched positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.utils.checkpoint around the steps of a topology: every gradient, or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

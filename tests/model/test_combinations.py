@@ -1,7 +1,5 @@
 """Every two choices meet in a model that builds, runs, learns and stays finite; in `make test`, those with anchors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Models compile into one graph and compute the same. Code generation takes about 20 seconds a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The whole model: its equation, its masking, and its losses."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

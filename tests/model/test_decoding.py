@@ -1,7 +1,5 @@
 """Decoding one or a few tokens at a time equals one pass, for each part that keeps a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plugin topology and norm of docs/extend.md, as written, work with every verb."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

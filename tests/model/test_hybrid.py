@@ -1,7 +1,5 @@
 """Hybrids: which layer mixes how, where the anchors come from, decoding with both kinds of cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Identities that hold for any parameters."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

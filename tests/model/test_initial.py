@@ -1,7 +1,5 @@
 """Initial values of models, as published, for every way of building them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

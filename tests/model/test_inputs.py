@@ -1,7 +1,5 @@
 """Inputs of a forward pass: documents, a cache, no tokens at all; and refusals of anything else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Kimi Linear's two mixers: their equations, documents, caches, and use by tools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

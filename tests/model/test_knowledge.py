@@ -1,7 +1,5 @@
 """Only its own folder checks the type of a topology, norm, mixer or feed-forward: tools query its facts."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys and values of other layers: shared ones (CLA, one source, SVFormer), mixtures of all (LIMe, Depth-Attention)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Linear attention as a sequence mixer: documents, decoding, initialisation, training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

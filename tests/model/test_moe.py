@@ -1,7 +1,5 @@
 """Mixture of experts: its equations, no token dropped, routers, precision, compilation and size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An order of execution over layers: loops, listed layers, and counts of executions and parameters."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from typing import Any

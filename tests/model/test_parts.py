@@ -1,7 +1,5 @@
 """Norms and feed-forwards against their equations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

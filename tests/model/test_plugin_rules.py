@@ -1,7 +1,5 @@
 """A plugin that breaks a rule of docs/extend.md is refused before it trains; one that follows them is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

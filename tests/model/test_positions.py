@@ -1,7 +1,5 @@
 """Positions: explicit ones of tokens that are not the whole sequence, and learned ones of each document."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Queries, keys and values that read separate inputs: attention, the models around it, and refusals."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

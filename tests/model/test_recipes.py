@@ -1,7 +1,5 @@
 """Settings that recipes need: how gates and λ start, DyT as QK-norm, and the article's variant of Block."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

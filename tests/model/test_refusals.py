@@ -1,7 +1,5 @@
 """Impossible models: each is refused in a sentence that names the keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Retrofits: a model that starts from another keeps its function, as closely as its parts claim."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import cycle, product
 from typing import Any

@@ -4,8 +4,6 @@ The settings are read from the configuration's classes, so a new one is tested t
 every other, and back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from functools import cache

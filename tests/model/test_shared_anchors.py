@@ -1,7 +1,5 @@
 """Layers that mix the same anchors compute the anchors' gradient together: equal numbers, and the conditions for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Limits that keep the model small: few members of a topology, a short forward pass, no path chosen by name."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

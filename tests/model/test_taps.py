@@ -1,7 +1,5 @@
 """Taps: tensors recorded by their published names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every topology against its equations, driven by random outputs with parameters away from their start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
