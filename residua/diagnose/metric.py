@@ -154,19 +154,16 @@ def on_page(model: Model) -> list[type[Metric]]:
 class Mean:
     """A running mean of tensors of one shape, summed on their device so that the host does not wait."""
 
-    def __init__(self) -> None:
-        self.sum: Tensor | None = None
-        self.count = 0
+    sum: Tensor
+    count = 0
 
     def add(self, total: Tensor, count: int) -> None:
         """Add the sum of `count` tensors."""
-        total = total.double()
-        self.sum = total if self.sum is None else self.sum + total
+        self.sum = self.sum + total.double() if self.count else total.double()
         self.count += count
 
     def value(self) -> Tensor:
         """The mean, on the CPU."""
-        assert self.sum is not None
         return self.sum.cpu() / self.count
 
 

@@ -15,6 +15,15 @@ from residua.model.decoder import Decoder
 VOCABULARY, WIDTH, HEAD, LENGTH, SEQUENCES = 61, 32, 8, 32, 8
 FIRST = 0
 """The token that every sequence begins with; it occurs nowhere else."""
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "additive": {"kind": "additive"},
+    "full_attnres": {"kind": "full_attnres"},
+    "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 2},
+    "multi_gate": {"kind": "multi_gate", "streams": 3},
+    "hyper": {"kind": "hyper", "streams": 2},
+    "mhc": {"kind": "mhc", "streams": 2, "iterations": 3},
+    "dense": {"kind": "dense"},
+}
 
 
 def config(**tables: Any) -> residua.ModelConfig:

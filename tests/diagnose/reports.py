@@ -6,7 +6,7 @@ from typing import Any
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.attention import AttentionFacts, HeadFacts, PositionFacts, TokenSink
-from residua.diagnose.metrics import attention, chance, depth_weights, dimensions, states, sublayers
+from residua.diagnose.metric import Finding, Metric, on_page
 from residua.diagnose.metrics.depth_weights import BlockFacts, ReaderFacts
 from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, NormFacts
 from residua.diagnose.metrics.experts import ExpertFacts
@@ -83,22 +83,19 @@ def report(
     return _with_findings(made, sinks)
 
 
+def findings_of(metric: type[Metric], made: ModelDiagnosis) -> list[Finding]:
+    """The findings of a metric that has looked at no text."""
+    bare: Any = metric.__new__(metric)
+    bare.layers = {}  # the sums of an attention sink
+    return bare.findings(made)
+
+
 def _with_findings(made: ModelDiagnosis, sinks: Sequence[int]) -> ModelDiagnosis:
     """The findings that the metrics make of the facts; that of an attention sink needs sums, so it is written here."""
-    found: list[Any] = list(chance.chance_level(made))
-    if sinks:
-        found.append(
-            {
-                "kind": "attention_sink",
-                "where": {"position": 0, "layers": list(sinks)},
-                "words": f"the first token is an attention sink for {8 * len(sinks)} of {HEADS * made.layers} heads",
-            }
-        )
-    found += attention._token_sinks(made.token_sinks)
-    found += dimensions.residual_sinks(made.dimensions)
-    found += states._massive_activations(made.states)
-    found += sublayers._dead_layers(made.sites, made.ablations)
-    found += depth_weights._depth_routing(made.depth_weights, made.ablations)
+    words = f"the first token is an attention sink for {8 * len(sinks)} of {HEADS * made.layers} heads"
+    sink = {"kind": "attention_sink", "where": {"position": 0, "layers": list(sinks)}, "words": words}
+    defects_first = sorted(on_page(made), key=lambda metric: not metric.defect)
+    found = [*([sink] if sinks else []), *(finding for each in defects_first for finding in findings_of(each, made))]
     made = type(made).model_validate(dict(made) | {"findings": found})
     return made.model_copy(update={"summary": summary(made)})
 

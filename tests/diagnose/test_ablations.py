@@ -10,19 +10,11 @@ from residua.diagnose.observe import Ablation, AblationKind
 from residua.model import taps
 from residua.model.decoder import Decoder
 from tests.diagnose import planted
+from tests.diagnose.planted import TOPOLOGIES
 
 pytestmark = pytest.mark.slow
 
 TEXT = planted.sample()
-TOPOLOGIES: dict[str, dict[str, Any]] = {
-    "additive": {"kind": "additive"},
-    "full_attnres": {"kind": "full_attnres"},
-    "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 2},
-    "multi_gate": {"kind": "multi_gate", "streams": 3},
-    "hyper": {"kind": "hyper", "streams": 2},
-    "mhc": {"kind": "mhc", "streams": 2, "iterations": 3},
-    "dense": {"kind": "dense"},
-}
 KINDS: tuple[AblationKind, ...] = ("layer", "sublayer", "head", "source", "stream", "uniform")
 
 

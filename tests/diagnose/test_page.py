@@ -11,7 +11,7 @@ import torch
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
 from residua.diagnose.metric import Finding
-from residua.diagnose.metrics.chance import chance_level, frequency_loss
+from residua.diagnose.metrics.chance import Chance, frequency_loss
 from residua.diagnose.metrics.depth_weights import DepthWeights, ReaderFacts
 from residua.diagnose.metrics.removal import AblationFacts, Removal
 from residua.diagnose.metrics.states import Similarity
@@ -21,7 +21,7 @@ from residua.diagnose.plots import by_layer, colours
 from residua.diagnose.sentences import absent, short, sureness, token
 from residua.report import Page, theme
 from tests.diagnose import reports
-from tests.diagnose.reports import report
+from tests.diagnose.reports import findings_of, report
 
 SECTIONS = (
     "Findings", "Layer by layer", "Depth weights", "Summary", "Cost of removal", "Attention sinks",
@@ -158,7 +158,7 @@ def test_dead_sublayer_differs_from_dead_layer() -> None:
     made = report()
     sites = [*made.sites]
     sites[5] = sites[5].model_copy(update={"relative_rms": 1e-6, "relative_median": 1e-6})
-    found = Sublayers.findings(Sublayers.__new__(Sublayers), made.model_copy(update={"sites": sites}))
+    found = findings_of(Sublayers, made.model_copy(update={"sites": sites}))
     html = top_of(made.model_copy(update={"sites": sites, "findings": found}))
     assert "layer 2 feed-forward" in cards(html)["Dead sublayer"]
     assert [name for name, cells in rows(html).items() if cells[0][0] == "bad"] == ["layer 2"]
@@ -275,13 +275,13 @@ def test_a_loss_at_chance_level_is_the_first_finding() -> None:
 @pytest.mark.parametrize(("loss", "guesses"), [(10.4, ["alike", "frequencies"]), (7.1, ["frequencies"]), (7.09, [])])
 def test_a_loss_is_compared_with_uniform_and_frequency_guesses(loss: float, guesses: list[str]) -> None:
     made = report().model_copy(update={"loss": loss})
-    words = " ".join(finding.words for finding in chance_level(made)).replace("the same probability", "alike")
+    words = " ".join(finding.words for finding in findings_of(Chance, made)).replace("the same probability", "alike")
     assert [guess for guess in ("alike", "frequencies") if guess in words] == guesses
 
 
 def test_an_older_file_makes_no_claim_about_chance_level() -> None:
     made = report().model_copy(update={"uniform_loss": None, "frequency_loss": None})
-    assert chance_level(made) == [] and absent(made).startswith("No attention sink, ")
+    assert findings_of(Chance, made) == [] and absent(made).startswith("No attention sink, ")
 
 
 def test_frequency_loss_of_a_long_text_is_its_entropy() -> None:
@@ -334,7 +334,7 @@ def reading(*means: list[float]) -> ModelDiagnosis:
 
 def test_weights_that_do_not_sum_to_one_are_not_called_shares() -> None:
     made = reading([0.9, 0.9, 0.9], [1.4, -0.2, 0.1])
-    (found,) = DepthWeights.findings(DepthWeights.__new__(DepthWeights), made)
+    (found,) = findings_of(DepthWeights, made)
     assert found.words == "reader 2 multiplies s0 by 1.40; the factors of its other sources have a total size of 0.30"
     (track,) = DepthWeights.tracks([made])
     assert [spread.text for spread in track.cells[0].values()] == ["×0.90", "×1.40"]
@@ -349,7 +349,7 @@ def test_weights_that_do_not_sum_to_one_are_not_called_shares() -> None:
 
 def test_weights_that_sum_to_one_are_called_shares() -> None:
     made = reading([0.9, 0.1], [0.2, 0.3, 0.5])
-    (found,) = DepthWeights.findings(DepthWeights.__new__(DepthWeights), made)
+    (found,) = findings_of(DepthWeights, made)
     assert found.words == "reader 1 reads mostly s0: weight 0.90 of 2 sources (uniform 0.50)"
     page = Page("t", "l")
     DepthWeights.draw(page, [made])

@@ -6,21 +6,13 @@ import pytest
 import torch
 
 from residua.diagnose import Diagnosis
-from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, residual_sinks
+from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, Dimensions
 from residua.diagnose.page import diagnosis_page
 from tests.diagnose import planted
-from tests.diagnose.planted import control, diagnosed, named
+from tests.diagnose.planted import TOPOLOGIES, control, diagnosed, named
+from tests.diagnose.reports import findings_of, report
 
 pytestmark = pytest.mark.slow
-
-TOPOLOGIES = {
-    "additive": {"kind": "additive"},
-    "full_attnres": {"kind": "full_attnres"},
-    "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 2},
-    "multi_gate": {"kind": "multi_gate", "streams": 4},
-    "hyper": {"kind": "hyper", "streams": 4},
-    "dense": {"kind": "dense"},
-}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -70,7 +62,7 @@ def test_an_outlier_dimension_is_named_with_its_norm_gain() -> None:
 def test_a_residual_sink_must_be_large_in_most_tokens(share: float, ratio: float, sink: bool) -> None:
     largest = DimensionFacts(dimension=3, mean=ratio, ratio=ratio, share=share, gain=0.1)
     profile = DimensionProfile(median=1.0, median_gain=1.0, largest=[largest])
-    assert bool(residual_sinks(profile)) is sink
+    assert bool(findings_of(Dimensions, report(layers=2).model_copy(update={"dimensions": profile}))) is sink
 
 
 def test_a_dead_layer_and_a_dead_sublayer_are_named_separately() -> None:

@@ -39,7 +39,16 @@ class Chance(Metric):
         )
 
     def findings(self, model: Model) -> list[Finding]:
-        return chance_level(model)
+        """Report a loss that is no better than one of the two guesses."""
+        if model.uniform_loss is None or model.loss < min(model.uniform_loss, model.frequency_loss):
+            return []
+        guesses = {
+            f"giving every token the same probability ({model.uniform_loss:.4f})": model.uniform_loss,
+            f"knowing only token frequencies ({model.frequency_loss:.4f})": model.frequency_loss,
+        }
+        worse = " or ".join(guess for guess, loss in guesses.items() if model.loss >= loss)
+        words = f"the loss of {model.loss:.4f} nats is no better than {worse}"
+        return [Finding(kind="chance_level_loss", where={}, words=words)]
 
     @classmethod
     def absence(cls, model: Model) -> str:
@@ -63,21 +72,6 @@ class Chance(Metric):
                 f"Guessing by token frequencies alone would give a loss of {model.frequency_loss:.4f} nats, "
                 f"guessing uniformly {model.uniform_loss:.4f}.",
             )
-
-
-def chance_level(model: Model) -> list[Finding]:
-    """Report a finding if the loss is no better than one of the two guesses."""
-    if model.uniform_loss is None or model.loss < min(model.uniform_loss, model.frequency_loss):
-        return []
-    uniform = f"giving every token the same probability ({model.uniform_loss:.4f})"
-    frequencies = f"knowing only token frequencies ({model.frequency_loss:.4f})"
-    worse = [
-        guess
-        for guess, loss in ((uniform, model.uniform_loss), (frequencies, model.frequency_loss))
-        if model.loss >= loss
-    ]
-    words = f"the loss of {model.loss:.4f} nats is no better than {' or '.join(worse)}"
-    return [Finding(kind="chance_level_loss", where={}, words=words)]
 
 
 def frequency_loss(targets: Tensor, vocabulary: int) -> float:

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Mean, Metric, Model, Models, Sentence
-from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.observe import Observation
 from residua.diagnose.plots import LABELS, NONE, Part, Topic, colours, label_step, padded, tab_each, tabs_each
 from residua.ops._runtime.numeric import wide
@@ -94,7 +93,30 @@ class DepthWeights(Metric):
         return BlockFacts(name=name, readers=list(readers), sources=list(total), mean=mean)
 
     def findings(self, model: Model) -> list[Finding]:
-        return _depth_routing(model.depth_weights, model.ablations)
+        """Readers that learned to take most of their input from one source: over halfway from uniform to everything.
+
+        If weights are factors, their absolute values are compared. A reader's initial source is not reported.
+        """
+        uniform = {a.index: a.change for a in model.ablations if a.kind == "uniform"}
+        shares = are_shares(model.depth_weights)
+        findings = []
+        for reader in model.depth_weights:
+            count, best = len(reader.mean), _best(reader)
+            weight, total = reader.mean[best], sum(map(abs, reader.mean))
+            if count < 2 or best == reader.initial or abs(weight) < (0.5 + 0.5 / count) * (1.0 if shares else total):
+                continue
+            words = (
+                f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
+                f"(uniform {1 / count:.2f})"
+                if shares
+                else f"{reader.name} multiplies {reader.sources[best]} by {weight:.2f}; the factors of its other "
+                f"sources have a total size of {total - abs(weight):.2f}"
+            )
+            if reader.reader in uniform:
+                words += f"; uniform weights there change the loss by {uniform[reader.reader]:+.4f}"
+            where = {"reader": reader.reader, "source": best}
+            findings.append(Finding(kind="depth_routing", where=where, words=words))
+        return findings
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
@@ -169,39 +191,6 @@ class DepthWeights(Metric):
                 "Value of the weights",
             ),
         )
-
-
-def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
-    """Readers that learned to take most of their input from one source: over halfway from uniform to everything.
-
-    If weights are factors, their absolute values are compared. A reader's initial source is not reported.
-    """
-    uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
-    shares = are_shares(readers)
-    findings = []
-    for reader in readers:
-        count = len(reader.mean)
-        best = _best(reader)
-        weight, total = reader.mean[best], sum(map(abs, reader.mean))
-        if count < 2 or best == reader.initial or abs(weight) < (0.5 + 0.5 / count) * (1.0 if shares else total):
-            continue
-        words = (
-            f"{reader.name} reads mostly {reader.sources[best]}: weight {weight:.2f} of {count} sources "
-            f"(uniform {1 / count:.2f})"
-            if shares
-            else f"{reader.name} multiplies {reader.sources[best]} by {weight:.2f}; the factors of its other sources "
-            f"have a total size of {total - abs(weight):.2f}"
-        )
-        change = uniform.get(reader.reader)
-        cost = "" if change is None else f"; uniform weights there change the loss by {change:+.4f}"
-        findings.append(
-            Finding(
-                kind="depth_routing",
-                where={"reader": reader.reader, "source": best},
-                words=f"{words}{cost}",
-            )
-        )
-    return findings
 
 
 FACTORS = "Weights that do not add up to 1 are factors on the sources, not shares of the input."

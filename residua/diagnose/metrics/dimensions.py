@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, Metric, Model, Models, Sentence
-from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.observe import Observation
 from residua.diagnose.plots import (
     LABELS,
     NONE,
@@ -25,7 +25,6 @@ from residua.diagnose.plots import (
     tabs_each,
 )
 from residua.diagnose.sentences import listed, percent, short, sureness
-from residua.diagnose.text import Sample
 from residua.model.gauges import relative_sizes
 from residua.ops._runtime.numeric import wide
 from residua.report import Cell, Column
@@ -72,24 +71,16 @@ class Dimensions(Metric):
     columns = (Column("largest dimension", "mean |h| of the largest dimension over the median dimension's"),)
     file_place, page_place = 40, 30
 
-    def __init__(self, subject: Subject, sample: Sample) -> None:
-        super().__init__(subject, sample)
-        self.sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tokens = 0
-
     def add(self, observation: Observation) -> None:
         for k, state in observation.states.items():
             size = wide(state).abs()
-            absolute = size.double().sum((0, 1))
-            far = (size > FAR * observation.median(k)[..., None]).double().sum((0, 1))
-            if k in self.sums:
-                absolute, far = self.sums[k][0] + absolute, self.sums[k][1] + far
-            self.sums[k] = absolute, far
-            self.tokens += observation.tokens.numel()
+            far = size > FAR * observation.median(k)[..., None]
+            both = torch.stack([size.double().sum((0, 1)), far.double().sum((0, 1))])
+            self.means[k].add(both, observation.tokens.numel())
 
     def facts(self) -> DimensionKeys:
-        states = [self.sums[k] for k in sorted(self.sums)]
-        mean, share = (torch.stack(parts).sum(0).div(self.tokens).cpu() for parts in zip(*states, strict=True))
+        states = [mean for _, mean in sorted(self.means.items())]
+        mean, share = torch.stack([m.sum for m in states]).sum(0).div(sum(m.count for m in states)).cpu()
         gains = [gain.double().abs().cpu() for gain in self.subject.gains.values()]
         gain = torch.stack(gains).mean(0) if gains else None
         median, ratio = max(float(mean.median()), 1e-30), relative_sizes(mean)
@@ -107,7 +98,19 @@ class Dimensions(Metric):
         return DimensionKeys(dimensions=DimensionProfile(median=median, median_gain=median_gain, largest=largest))
 
     def findings(self, model: Model) -> list[Finding]:
-        return residual_sinks(model.dimensions)
+        """Report dimensions that exceed FAR medians in most tokens."""
+        profile = model.dimensions
+        return [
+            Finding(
+                kind="residual_sink",
+                where={"dimension": d.dimension},
+                words=f"dimension {d.dimension} is a residual sink: {d.ratio:.3g}× the median, far above it in "
+                f"{percent(d.share)} of tokens"
+                + ("" if d.gain is None else f", norm gain {d.gain:.2g} (median {profile.median_gain or 0:.2g})"),
+            )
+            for d in profile.largest
+            if d.share >= MOST_TOKENS and d.ratio >= FAR
+        ]
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
@@ -168,21 +171,6 @@ class Dimensions(Metric):
             ),
             Part(Table(columns, rows)),
         )
-
-
-def residual_sinks(profile: DimensionProfile) -> list[Finding]:
-    """Dimensions that exceed FAR medians in most tokens."""
-    sinks = [d for d in profile.largest if d.share >= MOST_TOKENS and d.ratio >= FAR]
-    return [
-        Finding(
-            kind="residual_sink",
-            where={"dimension": d.dimension},
-            words=f"dimension {d.dimension} is a residual sink: {d.ratio:.3g}× the median, far above it in "
-            f"{percent(d.share)} of tokens"
-            + ("" if d.gain is None else f", norm gain {d.gain:.2g} (median {profile.median_gain or 0:.2g})"),
-        )
-        for d in sinks
-    ]
 
 
 def _sizes(models: Models) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -58,35 +59,11 @@ class StateKeys(Frozen):
     states: list[StateFacts]
 
 
-class StateSums:
-    """Running sums over one state [B, T, C], the input of one sublayer, in float64.
-
-    rms: sqrt(mean h²). median: mean over tokens of the (lower) median of |h|. The three largest |h|. Token similarity:
-    the mean cosine between different tokens of a sequence, (‖Σ u_i‖² − Σ ‖u_i‖²)/(T(T−1)) with u = h/‖h‖. Input
-    similarity: the cosine between the whole sequence [T·C] and that of the first state.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = self.sequences = 0
-        self.squares: Tensor | float = 0.0
-        self.medians: Tensor | float = 0.0
-        self.token_similarity: Tensor | float = 0.0
-        self.input_similarity: Tensor | float = 0.0
-        self.largest = Largest()
-
-    def add(self, observation: Observation, state: int, first: Tensor) -> None:
-        h, tokens = wide(observation.states[state]), observation.tokens
-        self.squares += observation.mean_square(state).sum()
-        self.medians += observation.median(state).double().sum()
-        self.largest.add(h.abs(), tokens)
-        self.token_similarity += token_similarity(h).sum()
-        self.input_similarity += torch.cosine_similarity(h.flatten(1), wide(first).flatten(1), -1).double().sum()
-        self.tokens += tokens.numel()
-        self.sequences += tokens.shape[0]
-
-
 def token_similarity(h: Tensor) -> Tensor:
-    """Mean cosine over pairs of different tokens of each sequence, [B]; 1 for a sequence of one token."""
+    """Mean cosine over pairs of different tokens of each sequence, [B]; 1 for a sequence of one token.
+
+    With u = h/‖h‖ it is (‖Σ u_i‖² − Σ ‖u_i‖²)/(T(T−1)).
+    """
     u: Tensor = (h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
     length = h.shape[1]
     if length == 1:
@@ -103,21 +80,18 @@ class CoreFeatures:
     def __init__(self) -> None:
         self.count = 0
         self.centre: Tensor | None = None
-        self.sum: Tensor | None = None
-        self.square: Tensor | None = None
+        self.sum = self.square = torch.zeros(())
 
     def add(self, state: Tensor) -> None:
         x = wide(state).flatten(0, 1)
         if self.centre is None:
             self.centre = x.mean(0)
         x = x - self.centre
-        total, square = x.double().sum(0), (x.T @ x).double()
-        self.sum = total if self.sum is None else self.sum + total
-        self.square = square if self.square is None else self.square + square
-        self.count += x.shape[0]
+        self.sum = self.sum + x.double().sum(0)
+        self.square = self.square + (x.T @ x).double()
+        self.count += len(x)
 
     def result(self) -> int:
-        assert self.sum is not None and self.square is not None
         mean = self.sum / self.count
         covariance = self.square / self.count - mean[:, None] * mean[None]
         if not torch.isfinite(covariance).all():
@@ -128,7 +102,11 @@ class CoreFeatures:
 
 
 class States(Metric):
-    """Every state of a model. States are numbered 0 … sites; the last is the final norm's input."""
+    """Every state of a model [B, T, C]. States are numbered 0 … sites; the last is the final norm's input.
+
+    rms: sqrt(mean h²). median: mean over tokens of the (lower) median of |h|. Input similarity: the cosine between the
+    whole sequence [T·C] and that of the first state.
+    """
 
     keys = StateKeys
     kinds = ("massive_activation",)
@@ -143,35 +121,49 @@ class States(Metric):
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
         count = len(subject.sites) + 1
-        self.sums: dict[int, StateSums] = {}
+        self.largest: dict[int, Largest] = defaultdict(Largest)
         self.core = {k: CoreFeatures() for k in _affordable(count, subject.width)}
 
     def add(self, observation: Observation) -> None:
-        present = sorted(observation.states)
-        first = observation.states[present[0]]
-        for k in present:
-            self.sums.setdefault(k, StateSums()).add(observation, k, first)
+        tokens, first = observation.tokens, wide(observation.states[min(observation.states)]).flatten(1)
+        for k, state in observation.states.items():
+            h = wide(state)
+            self.largest[k].add(h.abs(), tokens)
+            self.means["square", k].add(observation.mean_square(k).sum(), tokens.numel())
+            self.means["median", k].add(observation.median(k).double().sum(), tokens.numel())
+            self.means["tokens", k].add(token_similarity(h).sum(), len(tokens))
+            self.means["input", k].add(torch.cosine_similarity(h.flatten(1), first, -1).double().sum(), len(tokens))
             if k in self.core:
-                self.core[k].add(observation.states[k])
+                self.core[k].add(state)
 
     def facts(self) -> StateKeys:
-        return StateKeys(states=[self._state(k, sums) for k, sums in sorted(self.sums.items())])
+        return StateKeys(states=[self._state(k) for k in sorted(self.largest)])
 
-    def _state(self, k: int, sums: StateSums) -> StateFacts:
+    def _state(self, k: int) -> StateFacts:
         core = self.core.get(k)
         return StateFacts(
             index=k,
             name=self.subject.reader_name(k),
-            rms=(float(sums.squares) / sums.tokens) ** 0.5,
-            median=float(sums.medians) / sums.tokens,
-            largest=sums.largest.facts(self.sample),
-            token_similarity=float(sums.token_similarity) / sums.sequences,
-            input_similarity=float(sums.input_similarity) / sums.sequences,
+            rms=float(self.means["square", k].value()) ** 0.5,
+            median=float(self.means["median", k].value()),
+            largest=self.largest[k].facts(self.sample),
+            token_similarity=float(self.means["tokens", k].value()),
+            input_similarity=float(self.means["input", k].value()),
             core_features=None if core is None else core.result(),
         )
 
     def findings(self, model: Model) -> list[Finding]:
-        return _massive_activations(model.states)
+        """Report one finding per dimension with massive activations."""
+        return [
+            Finding(
+                kind="massive_activation",
+                where={"dimension": a.dimension},
+                words=f"dimension {a.dimension} carries a massive activation: {a.value:,.0f} before {state.name} at "
+                f"position {a.position} (token {token(a.text, a.token)}), {a.value / max(state.median, 1e-30):,.0f}× "
+                "that state's median",
+            )
+            for state, a in _massive(model.states)
+        ]
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
@@ -280,20 +272,6 @@ def _massive(states: Sequence[StateFacts], *, every: bool = False) -> list[tuple
     return list(largest.values())
 
 
-def _massive_activations(states: Sequence[StateFacts]) -> list[Finding]:
-    """Report one finding per dimension with massive activations."""
-    return [
-        Finding(
-            kind="massive_activation",
-            where={"dimension": a.dimension},
-            words=f"dimension {a.dimension} carries a massive activation: {a.value:,.0f} before {state.name} at "
-            f"position {a.position} (token {token(a.text, a.token)}), {a.value / max(state.median, 1e-30):,.0f}× that "
-            "state's median",
-        )
-        for state, a in _massive(states)
-    ]
-
-
 def _ratio(state: StateFacts) -> float:
     return state.largest[0].value / max(state.median, 1e-30)
 
@@ -334,31 +312,20 @@ class Similarity(Metric):
     keys = SimilarityKeys
     file_place, page_place = 30, 60
 
-    def __init__(self, subject: Subject, sample: Sample) -> None:
-        super().__init__(subject, sample)
-        self.cosine: Tensor | float = 0.0
-        self.angle: Tensor | float = 0.0
-        self.tokens = 0
-
     def add(self, observation: Observation) -> None:
         rows = [observation.states[k].flatten(0, 1) for k in sorted(observation.states)]
-        count = rows[0].shape[0]
-        for start in range(0, count, TOKENS_AT_ONCE):
+        for start in range(0, len(rows[0]), TOKENS_AT_ONCE):
             x = torch.stack([wide(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)
             u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             cosine = (u @ u.transpose(1, 2)).double().clamp(-1, 1)
             # a state's angle to itself is zero; arccos of a rounded 1 would not be
             cosine.diagonal(dim1=1, dim2=2).fill_(1.0)
-            self.cosine = self.cosine + cosine.sum(0)
-            self.angle = self.angle + (cosine.arccos() / torch.pi).sum(0)
-        self.tokens += count
+            self.means["cosine"].add(cosine.sum(0), len(u))
+            self.means["angle"].add((cosine.arccos() / torch.pi).sum(0), len(u))
 
     def facts(self) -> SimilarityKeys:
-        assert isinstance(self.cosine, Tensor) and isinstance(self.angle, Tensor)
-        return SimilarityKeys(
-            similarity=(self.cosine.cpu() / self.tokens).tolist(),
-            angular_distance=(self.angle.cpu() / self.tokens).tolist(),
-        )
+        cosine, angle = self.means["cosine"].value(), self.means["angle"].value()
+        return SimilarityKeys(similarity=cosine.tolist(), angular_distance=angle.tolist())
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
@@ -72,26 +72,22 @@ class Sublayers(Metric):
         self.by_layer: dict[int, list[Site]] = defaultdict(list)
         for site in subject.sites:
             self.by_layer[site.layer].append(site)
-        self.layer_outputs: dict[int, Tensor | float] = defaultdict(float)
-        self.outputs: dict[int, Tensor | float] = defaultdict(float)
-        self.output_medians: dict[int, Tensor | float] = defaultdict(float)
-        self.states: dict[int, Tensor | float] = defaultdict(float)
-        self.state_medians: dict[int, Tensor | float] = defaultdict(float)
+        self.sums: dict[tuple[str, int], Tensor | float] = defaultdict(float)
         self.tokens = 0
         self.sites: list[SiteFacts] = []
 
     def add(self, observation: Observation) -> None:
         for k, output in observation.outputs.items():
             y = wide(output)
-            self.outputs[k] += y.double().square().mean(-1).sum()
-            self.output_medians[k] += y.abs().median(-1).values.double().sum()
+            self.sums["output", k] += y.double().square().mean(-1).sum()
+            self.sums["output median", k] += y.abs().median(-1).values.double().sum()
         for layer, sites in self.by_layer.items():
             written = [wide(observation.outputs[site.index]) for site in sites if site.index in observation.outputs]
             if len(written) == len(sites):
-                self.layer_outputs[layer] += sum(written[1:], written[0]).double().square().mean(-1).sum()
+                self.sums["layer", layer] += sum(written[1:], written[0]).double().square().mean(-1).sum()
         for k in observation.states:
-            self.states[k] += observation.mean_square(k).sum()
-            self.state_medians[k] += observation.median(k).double().sum()
+            self.sums["state", k] += observation.mean_square(k).sum()
+            self.sums["state median", k] += observation.median(k).double().sum()
         self.tokens += observation.tokens.numel()
 
     def facts(self) -> SiteKeys:
@@ -100,7 +96,7 @@ class Sublayers(Metric):
         layers = [
             LayerFacts(
                 layer=layer,
-                output_rms=self._size(self.layer_outputs, layer),
+                output_rms=self._size("layer", layer),
                 gradient_rms=_rms([gradients.get(site.index, NOTHING) for site in sites]),
             )
             for layer, sites in self.by_layer.items()
@@ -109,8 +105,8 @@ class Sublayers(Metric):
 
     def _site(self, site: Site, gradient: float | None) -> SiteFacts:
         k = site.index
-        output, state = self._size(self.outputs, k), self._size(self.states, k)
-        known = output is not None and state is not None
+        output, state = self._size("output", k), self._size("state", k)
+        medians = [float(self.sums[f"{what} median", k]) for what in ("output", "state") if (what, k) in self.sums]
         return SiteFacts(
             index=k,
             layer=site.layer,
@@ -118,13 +114,13 @@ class Sublayers(Metric):
             name=site.name,
             output_rms=output,
             relative_rms=None if output is None or not state else output / state,
-            relative_median=float(self.output_medians[k]) / max(float(self.state_medians[k]), 1e-30) if known else None,
+            relative_median=medians[0] / max(medians[1], 1e-30) if len(medians) == 2 else None,
             gradient_rms=gradient,
         )
 
-    def _size(self, squares: Mapping[int, Tensor | float], k: int) -> float | None:
+    def _size(self, what: str, k: int) -> float | None:
         """The RMS over all tokens; None without data."""
-        return (float(squares[k]) / self.tokens) ** 0.5 if k in squares else None
+        return (float(self.sums[what, k]) / self.tokens) ** 0.5 if (what, k) in self.sums else None
 
     def _gradients(self) -> dict[int, Squares]:
         """By sublayer, the squared gradients of its parameters for the loss of the first few tokens."""
@@ -150,21 +146,34 @@ class Sublayers(Metric):
         return _silent(self.sites)
 
     def findings(self, model: Model) -> list[Finding]:
-        return _dead_layers(model.sites, model.ablations)
+        """Find layers whose sublayers are all silent and whose removal changes nothing; likewise single sublayers."""
+        changes = _changes(model.ablations)
+        dead = [k for k in _silent(model.sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
+        findings = []
+        for layer in dict.fromkeys(s.layer for s in model.sites):
+            parts, change = [s for s in model.sites if s.layer == layer], changes.get(("layer", layer))
+            if all(s.index in dead for s in parts) and abs(change or 0.0) < NO_CHANGE:
+                words = _dead(f"layer {layer}", parts, change)
+                findings.append(Finding(kind="dead_layer", where={"layer": layer}, words=words))
+                continue
+            for site in (s for s in parts if s.index in dead):
+                words = _dead(site.name, [site], changes.get(("sublayer", site.index)))
+                findings.append(Finding(kind="dead_sublayer", where={"sublayer": site.index}, words=words))
+        return findings
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
         changes = _changes(model.ablations)
         if findings[0].kind == "dead_layer":
-            where = listed("layer", [layer_of(f) for f in findings])
-            removed = [changes.get(("layer", layer_of(f))) for f in findings]
+            where = listed("layer", [place_of(f) for f in findings])
+            removed = [changes.get(("layer", place_of(f))) for f in findings]
             remedy = (
                 "Remove it: the model computes the same in less time. If it should contribute, check its "
                 "gradient, and train longer, with a longer warmup or a lower learning rate."
             )
         else:
-            where = ", ".join(model.sites[sublayer_of(f)].name for f in findings)
-            removed = [changes.get(("sublayer", sublayer_of(f))) for f in findings]
+            where = ", ".join(model.sites[place_of(f)].name for f in findings)
+            removed = [changes.get(("sublayer", place_of(f))) for f in findings]
             remedy = (
                 "Compare its gradient below with that of its neighbours: a sublayer without a gradient never learns."
             )
@@ -273,18 +282,11 @@ def _relative(site: SiteFacts) -> float:
     return max(known, default=float("inf"))
 
 
-def layer_of(finding: Finding) -> int:
-    """The layer number of a dead layer."""
-    layer = finding.where["layer"]
-    assert isinstance(layer, int)
-    return layer
-
-
-def sublayer_of(finding: Finding) -> int:
-    """The number of a dead sublayer."""
-    sublayer = finding.where["sublayer"]
-    assert isinstance(sublayer, int)
-    return sublayer
+def place_of(finding: Finding) -> int:
+    """The number of a dead layer or sublayer."""
+    (number,) = finding.where.values()
+    assert isinstance(number, int)
+    return number
 
 
 def _changes(ablations: Sequence[AblationFacts]) -> dict[tuple[str, int], float]:
@@ -293,8 +295,9 @@ def _changes(ablations: Sequence[AblationFacts]) -> dict[tuple[str, int], float]
 
 def _written(model: Model, high: float) -> dict[int, Bar]:
     """By layer, the size of its outputs relative to the state they are added to."""
-    dead = {layer_of(f): f.words for f in model.findings if f.kind == "dead_layer"}
-    parts = {sublayer_of(f): f.words for f in model.findings if f.kind == "dead_sublayer"}
+    dead, parts = (
+        {place_of(f): f.words for f in model.findings if f.kind == kind} for kind in ("dead_layer", "dead_sublayer")
+    )
     bars = {}
     for layer in range(model.layers):
         sites = [s for s in model.sites if s.layer == layer]
@@ -306,30 +309,6 @@ def _written(model: Model, high: float) -> dict[int, Bar]:
             shown = ", ".join(f"{s.name} {s.relative_rms:.3g}" for s in known)
             bars[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of its input")
     return bars
-
-
-def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
-    """Find layers whose sublayers are all silent and whose removal changes nothing; likewise single sublayers."""
-    changes = _changes(ablations)
-    dead = [k for k in _silent(sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
-    findings = []
-    for layer in dict.fromkeys(s.layer for s in sites):
-        parts = [s for s in sites if s.layer == layer]
-        if all(s.index in dead for s in parts) and abs(changes.get(("layer", layer), 0.0)) < NO_CHANGE:
-            change = changes.get(("layer", layer))
-            words = _dead(f"layer {layer}", parts, change)
-            findings.append(Finding(kind="dead_layer", where={"layer": layer}, words=words))
-            continue
-        findings += [
-            Finding(
-                kind="dead_sublayer",
-                where={"sublayer": s.index},
-                words=_dead(s.name, [s], changes.get(("sublayer", s.index))),
-            )
-            for s in parts
-            if s.index in dead
-        ]
-    return findings
 
 
 def _dead(name: str, sites: Sequence[SiteFacts], change: float | None) -> str:
