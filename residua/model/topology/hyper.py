@@ -44,30 +44,38 @@ class Streams(Topology):
         # the n copies count as one write of the embedding to n empty streams
         X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
         like = wide(x[..., :0])
-        return self._junction(0, x, X, like.new_ones(self.streams), like.new_zeros(self.streams, self.streams))
+        with full_precision(x):
+            nothing = like.new_zeros(self.streams, self.streams)
+            return self._junction(0, x, X, like.new_ones(self.streams), nothing, *self._first_logits(x))
+
+    def _first_logits(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The logits for the first read, if it needs some before the streams are opened."""
+        return ()
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         X, *logits = state
         with full_precision(y):
             post, mix = cast(Junction, self.junctions[k]).write(*logits)
-        tap(f"depth.{k}.mix", mix)
-        h, state = self._junction(k + 1, y, X, post, mix)
+            tap(f"depth.{k}.mix", mix)
+            if k < self.last:
+                h, state = self._junction(k + 1, y, X, post, mix, *logits)
+            else:  # the final norm reads the sum of the streams
+                h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
+                state = (X,)
         tap(f"depth.{k}.streams", state[0])
         return h, state
 
-    def _junction(self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor) -> tuple[Tensor, State]:
-        """Write y, then read the input of sublayer k or, after the last one, the sum of the streams.
+    def _junction(
+        self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor, *logits: Tensor
+    ) -> tuple[Tensor, State]:
+        """Write y, then read the input of sublayer k; `logits` are those of this write, if its weights are dynamic.
 
         The state is X and, for dynamic weights, the logits for the write after sublayer k.
         """
-        with full_precision(y):
-            if k > self.last:
-                h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
-                return h, (X,)
-            weights = cast(Junction, self.junctions[k]).read()
-            h, X, logits = ops.hyper_step(X, y, post, mix, weights.bias, **weights.projection)
-        tap(f"depth.{k}.pre", lambda: weights.of(logits))
-        return h, (X, logits) if weights.projection else (X,)
+        weights = cast(Junction, self.junctions[k]).read()
+        h, X, after = ops.hyper_step(X, y, post, mix, weights.bias, **weights.projection)
+        tap(f"depth.{k}.pre", lambda: weights.of(after))
+        return h, (X, after) if weights.projection else (X,)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         junction = stream_rows(self.streams)
@@ -266,38 +274,22 @@ class SinglePassHyper(HyperConnections):
     DeepSeek-V4.1 does the same with mHC's weights (docs/reference/topology-notes.md).
     """
 
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
-        first, like = cast(DynamicJunction, self.junctions[0]), wide(x[..., :0])
-        with full_precision(x):
-            logits = project(x[..., None, :], first.maps.pre[None], "each").expand(*X.shape[:-1], -1)
-            nothing = like.new_zeros(self.streams, self.streams)
-            return self._write_and_read(0, x, X, like.new_ones(self.streams), nothing, logits)
+    def _first_logits(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = cast(DynamicJunction, self.junctions[0])
+        return (project(x[..., None, :], first.maps.pre[None], "each").expand(*x.shape[:-1], self.streams, -1),)
 
-    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        X, logits = state
-        with full_precision(y):
-            post, mix = cast(Junction, self.junctions[k]).write(logits)
-            h, state = self._write_and_read(k + 1, y, X, post, mix, logits)
-        tap(f"depth.{k}.mix", mix)
-        tap(f"depth.{k}.streams", state[0])
-        return h, state
-
-    def _write_and_read(
-        self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor, logits: Tensor
+    def _junction(
+        self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor, *logits: Tensor
     ) -> tuple[Tensor, State]:
-        """Write y, then read the input of sublayer k, whose logits come first; after the last one, the streams' sum.
+        """As in the base class, but `logits` begin with those of this read.
 
         The new logits are those of the next read, then those of the write after sublayer k.
         """
-        if k > self.last:
-            h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
-            return h, (X,)
         own, following = (cast(DynamicJunction, self.junctions[i]) for i in (k, min(k + 1, self.last)))
-        pre = read_weights(logits, own.pre, own.maps.alpha, "each")
+        pre = read_weights(logits[0], own.pre, own.maps.alpha, "each")
         tap(f"depth.{k}.pre", pre)
-        h, X, logits = ops.single_pass_step(X, y, post, mix, pre, own.maps.rows(following.maps.pre))
-        return h, (X, logits)
+        h, X, after = ops.single_pass_step(X, y, post, mix, pre, own.maps.rows(following.maps.pre))
+        return h, (X, after)
 
 
 class SinkhornMixing(nn.Module):
