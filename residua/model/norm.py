@@ -79,7 +79,17 @@ class NoNorm(Norm):
         return InitFidelity.EXACTLY
 
 
-class RMSNorm(Norm):
+class AffineNorm(Norm):
+    """Base of norms that end with weight ⊙ … + bias; either may be missing."""
+
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        for name in ("weight", "bias"):
+            if (parameter := self._parameters.get(name)) is not None:
+                parameter.div_(by)
+
+
+class RMSNorm(AffineNorm):
     """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
 
     scale_invariant = True
@@ -105,10 +115,6 @@ class RMSNorm(Norm):
         nn.init.ones_(self.weight)
         return InitFidelity.EXACTLY
 
-    @torch.no_grad()
-    def divide(self, by: Tensor) -> None:
-        self.weight.div_(by)
-
     @property
     def plain_rms(self) -> bool:
         return type(self) is RMSNorm
@@ -128,7 +134,7 @@ class UnitRMSNorm(Norm):
         return rms(x, self.eps)
 
 
-class LayerNorm(nn.LayerNorm, Norm):
+class LayerNorm(nn.LayerNorm, AffineNorm):
     """y = weight ⊙ (x − mean(x)) / sqrt(var(x) + eps) + bias; `bias`, or both parameters, can be configured away."""
 
     scale_invariant = True
@@ -154,13 +160,8 @@ class LayerNorm(nn.LayerNorm, Norm):
             ours[name].copy_(theirs[name])
         return InitFidelity.EXACTLY if theirs.keys() <= ours.keys() else InitFidelity.NOT
 
-    @torch.no_grad()
-    def divide(self, by: Tensor) -> None:
-        for parameter in self.parameters():
-            parameter.div_(by)
 
-
-class PreAffine(Norm):
+class PreAffine(AffineNorm):
     """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can hold the outliers instead of x."""
 
     scale_invariant = True
@@ -196,10 +197,6 @@ class PreAffine(Norm):
         if isinstance(old, RMSNorm):
             self.weight.copy_(old.weight)
         return InitFidelity.EXACTLY
-
-    @torch.no_grad()
-    def divide(self, by: Tensor) -> None:
-        self.weight.div_(by)
 
 
 class LowRankGate(nn.Module):
@@ -279,11 +276,11 @@ class GatedNorm(RMSNorm):
     @torch.no_grad()
     def divide(self, by: Tensor) -> None:
         """The gate reads the divided vector too."""
-        self.weight.div_(by)
+        super().divide(by)
         self.gate.down.mul_(by)
 
 
-class DyT(Norm):
+class DyT(AffineNorm):
     """y = weight ⊙ tanh(alpha · x) + bias (arXiv 2503.10622): a norm without statistics."""
 
     def __init__(self, config: choices.DyT | choices.GatedDyT, width: int) -> None:
@@ -302,13 +299,8 @@ class DyT(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * torch.tanh(self.alpha * x) + self.bias).to(x.dtype)
 
-    @torch.no_grad()
-    def divide(self, by: Tensor) -> None:
-        self.weight.div_(by)
-        self.bias.div_(by)
 
-
-class Derf(Norm):
+class Derf(AffineNorm):
     """y = weight ⊙ erf(alpha · x + shift) + bias (arXiv 2512.10938); `alpha` and `shift` are single numbers."""
 
     def __init__(self, config: choices.Derf, width: int) -> None:
@@ -326,11 +318,6 @@ class Derf(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * torch.erf(self.alpha * x + self.shift) + self.bias).to(x.dtype)
-
-    @torch.no_grad()
-    def divide(self, by: Tensor) -> None:
-        self.weight.div_(by)
-        self.bias.div_(by)
 
 
 class GatedDyT(DyT):
