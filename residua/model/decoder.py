@@ -347,29 +347,24 @@ def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
     for layer in range(config.layers):
         yield from _layer_parts(config, layer, output_std(config) * gain)
     yield "norm", NoNorm() if config.topology.norms_inputs else build_norm(config.norm, config.width)
-    if (unembed := build_unembedding(config)) is not None:
-        yield "unembed", unembed
+    if not isinstance(config.head, choices.TiedHead):
+        std = {"normal": config.init.std, "zero": 0.0}[config.head.init]
+        yield "unembed", Embedding(config.vocab_size, config.width, std=std)
 
 
-def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[str, nn.Module]]:
-    for k, body in enumerate(build_layer(config, layer, output_std=std), 2 * layer):
-        yield f"sublayers.{k}", build_sublayer(config, body)
-
-
-def build_sublayer(config: ModelConfig, body: Body) -> Sublayer:
-    """Wrap a body in its norms, placed as configured."""
-    unnormed = config.placement == "output" or config.topology.norms_inputs
-    before = NoNorm() if unnormed else build_norm(config.norm, config.width)
-    return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
-
-
-def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[Body, Body]:
-    """Build the two bodies of one transformer layer: attention and feed-forward."""
-    ffn, std = config.ffn.at(layer), config.init.std
-    attention = build_mixer(config, layer, output_std=output_std)
+def _layer_parts(config: ModelConfig, layer: int, output_std: float) -> Iterator[tuple[str, nn.Module]]:
+    """The two sublayers of one transformer layer, attention and feed-forward, with their norms placed as configured."""
+    ffn, width, std = config.ffn.at(layer), config.width, config.init.std
+    bodies: list[Body] = [build_mixer(config, layer, output_std=output_std)]
     if isinstance(ffn, choices.MoE):
-        return attention, MoE(ffn, layer, config.width, std=std, output_std=output_std)
-    return attention, build_ffn(ffn, config.width, std=std, output_std=output_std)
+        bodies.append(MoE(ffn, layer, width, std=std, output_std=output_std))
+    else:
+        bodies.append(build_ffn(ffn, width, std=std, output_std=output_std))
+    unnormed = config.placement == "output" or config.topology.norms_inputs
+    for k, body in enumerate(bodies, 2 * layer):
+        before = NoNorm() if unnormed else build_norm(config.norm, width)
+        after = None if config.placement == "input" else build_norm(config.norm, width)
+        yield f"sublayers.{k}", Sublayer(before, body, after)
 
 
 def place_of(config: ModelConfig, mixer: choices.SoftmaxAttention, layer: int) -> LayerPlace:
@@ -397,14 +392,6 @@ def build_anchor_source(config: ModelConfig) -> AnchorSource:
     """Build the module that makes the first anchors."""
     shape = None if config.softmax is None else head_shape(config.softmax, config.width)
     return build_source(config.anchors, shape, config.width, std=config.init.std)
-
-
-def build_unembedding(config: ModelConfig) -> Embedding | None:
-    """Build the head's matrix; None if it is tied to the embedding."""
-    if isinstance(config.head, choices.TiedHead):
-        return None
-    std = {"normal": config.init.std, "zero": 0.0}[config.head.init]
-    return Embedding(config.vocab_size, config.width, std=std)
 
 
 def output_std(config: ModelConfig) -> float:
