@@ -257,8 +257,7 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
             if not math.isfinite(peak):
                 raise UserError(
                     f"an input of {activation} is {peak}: the model overflows on its calibration text, so use "
-                    "other text "
-                    "or weights."
+                    "other text or weights."
                 )
             peaks[activation] = max(peaks[activation], peak)
 

@@ -93,16 +93,6 @@ class QuantizationResult(Frozen):
         """The modules by decreasing error."""
         return sorted(self.modules, key=lambda module: -module.error)
 
-    @property
-    def perplexity_before(self) -> float:
-        """Perplexity in high precision."""
-        return perplexity(self.loss_before)
-
-    @property
-    def perplexity_after(self) -> float:
-        """Perplexity of the quantized model."""
-        return perplexity(self.loss_after)
-
 
 def perplexity(loss: float) -> float:
     """e^loss, or infinity if that overflows."""
@@ -122,9 +112,10 @@ _SUBLAYER = re.compile(r"sublayers\.(\d+)\.(?:body\.)?(.+)")
 
 def verdict(result: QuantizationResult) -> str:
     """One sentence: the cost of quantization."""
+    before, after = result.loss_before, result.loss_after
     return (
-        f"{result.scheme} ({result.bits}{smoothing(result)}): loss {result.loss_before:.4f} → {result.loss_after:.4f} "
-        f"({result.cost:+.4f} nats), perplexity {result.perplexity_before:.3f} → {result.perplexity_after:.3f}, "
+        f"{result.scheme} ({result.bits}{smoothing(result)}): loss {before:.4f} → {after:.4f} "
+        f"({result.cost:+.4f} nats), perplexity {perplexity(before):.3f} → {perplexity(after):.3f}, "
         f"{size(result.bytes_before)} → {size(result.bytes_after)}."
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
-from residua.config.plugins import Place, causes, plugin_place
+from residua.config.plugins import causes, plugin_place
 from residua.errors import TRACEBACK, UserError
 from residua.files import is_disk_failure
 from residua.machine import out_of_memory
@@ -44,21 +44,24 @@ class Failure(NamedTuple):
 
 def describe(error: BaseException, *, expected: bool = False) -> Failure:
     """Prepare an error for printing; an `expected` error is explained by its own message."""
-    place = plugin_place(error)
-    bug = not expected and not _is_expected(error, place)
+    bug = not expected and not is_expected(error)
     wanted = bug or os.environ.get(TRACEBACK, "0") not in ("", "0")
-    return Failure(_sentence(error, place, bug), _trace(error) if wanted else "", bug)
+    return Failure(_sentence(error, bug), _trace(error) if wanted else "", bug)
 
 
 def is_expected(error: BaseException) -> bool:
     """Whether one sentence explains an error: a user's mistake, a full disk, or running out of memory."""
-    return _is_expected(error, plugin_place(error))
+    if out_of_memory(error):
+        return True
+    place = plugin_place(error)
+    if isinstance(error, UserError):
+        return place is None or isinstance(place.error, UserError) or _was_validated(error)
+    return place is None and isinstance(error, OSError) and is_disk_failure(error)
 
 
 def sentence(error: BaseException) -> str:
     """An error in one line, which names the plugin's line if there is one."""
-    place = plugin_place(error)
-    return _sentence(error, place, bug=not _is_expected(error, place))
+    return _sentence(error, bug=not is_expected(error))
 
 
 def show(failure: Failure) -> None:
@@ -92,20 +95,13 @@ def ending() -> Iterator[None]:
         sys.exit(1)
 
 
-def _is_expected(error: BaseException, place: Place | None) -> bool:
-    if out_of_memory(error):
-        return True
-    if isinstance(error, UserError):
-        return place is None or isinstance(place.error, UserError) or _was_validated(error)
-    return place is None and isinstance(error, OSError) and is_disk_failure(error)
-
-
 def _was_validated(error: BaseException) -> bool:
     """Whether a table rejected the value of a key: a plugin's own tables do that with `ValueError`."""
     return any(isinstance(link, ValidationError) for link in causes(error))
 
 
-def _sentence(error: BaseException, place: Place | None, bug: bool) -> str:
+def _sentence(error: BaseException, bug: bool) -> str:
+    place = plugin_place(error)
     if not bug:
         complete = place is None or (place.raised and isinstance(place.error, UserError)) or bool(out_of_memory(error))
         return terminal.say(error) if complete else f"{terminal.say(error).rstrip('.')} (the plugin's line: {place})."
