@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
-from residua.data import Dataset
+from residua.data import Dataset, Split
 from residua.data.corpus import TRAIN, VALIDATION
 from residua.data.dataset import DESCRIPTION
 from residua.data.stdlib import standard_library
@@ -63,63 +64,45 @@ class Sample:
         yield from zip(self.tokens.split(rows), self.targets.split(rows), strict=True)
 
 
-class Text(Protocol):
-    """A text for models to read. `name` is shown on the page and in the summary."""
+class Text(NamedTuple):
+    """A text for models to read. `name` is shown on the page and in the summary; `pieces` yields it as ids."""
 
     name: str
-
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """Yield the text in this tokenizer's ids, in pieces."""
-        ...
+    pieces: Callable[[Tokenizer], Iterable[list[int]]]
 
 
-class TextFile:
-    """A plain text file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, str(path)
-
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        yield tokenizer.encode(
-            read_text(self.path, "give --text a file of UTF-8 text", limit=MAX_LOG_BYTES, empty=True)
-        )
+def _read_file(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    text = read_text(path, "give --text a file of UTF-8 text", limit=MAX_LOG_BYTES, empty=True)
+    yield tokenizer.encode(text)
 
 
-class Prepared:
+def _prepared(dataset: Dataset, name: str) -> Text:
     """The validation part of a prepared dataset, or its training part if it has no other."""
-
-    def __init__(self, dataset: Dataset, name: str) -> None:
-        part = VALIDATION if VALIDATION in dataset.splits else TRAIN
-        self.dataset, self.split = dataset, dataset.split(part)
-        self.name = f"{name} ({dataset.path}, {'validation' if part == VALIDATION else 'training'} part)"
-
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """Yield the dataset's tokens; for a model with another tokenizer, its documents are tokenized again."""
-        same = tokenizer.hash == self.dataset.tokenizer_hash
-        for low in range(0, self.split.tokens, _PIECE):
-            high = min(low + _PIECE, self.split.tokens)
-            ids = self.split.read(low, high - low)
-            if same:
-                yield ids.tolist()
-                continue
-            inner = self.split.document_starts(low + 1, high) - low
-            for document in np.split(ids, inner):
-                ended = int(document[-1]) == self.dataset.tokenizer.end_of_text
-                again = tokenizer.encode(self.dataset.tokenizer.decode(document[:-1] if ended else document))
-                yield [*again, tokenizer.end_of_text] if ended else again
+    part = VALIDATION if VALIDATION in dataset.splits else TRAIN
+    name = f"{name} ({dataset.path}, {'validation' if part == VALIDATION else 'training'} part)"
+    return Text(name, partial(_read_split, dataset, dataset.split(part)))
 
 
-class Embedded:
-    """The validation part of the embedded corpus."""
+def _read_split(dataset: Dataset, split: Split, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of a dataset; for a model with another tokenizer, its documents are tokenized again."""
+    for low in range(0, split.tokens, _PIECE):
+        high = min(low + _PIECE, split.tokens)
+        ids = split.read(low, high - low)
+        if tokenizer.hash == dataset.tokenizer_hash:
+            yield ids.tolist()
+            continue
+        for document in np.split(ids, split.document_starts(low + 1, high) - low):
+            ended = int(document[-1]) == dataset.tokenizer.end_of_text
+            again = tokenizer.encode(dataset.tokenizer.decode(document[:-1] if ended else document))
+            yield [*again, tokenizer.end_of_text] if ended else again
 
-    name = EMBEDDED
 
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        for part in standard_library().parts:
-            if part.split == VALIDATION:
-                for document, _ in part.read():
-                    assert isinstance(document, str), "a Python module is read as a whole"
-                    yield [*tokenizer.encode(document), tokenizer.end_of_text]
+def _read_embedded(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    for part in standard_library().parts:
+        if part.split == VALIDATION:
+            for document, _ in part.read():
+                assert isinstance(document, str), "a Python module is read as a whole"
+                yield [*tokenizer.encode(document), tokenizer.end_of_text]
 
 
 def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
@@ -129,20 +112,20 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
     """
     if text is not None:
         if (text / DESCRIPTION).is_file():
-            return Prepared(Dataset.open(text), "a dataset")
+            return _prepared(Dataset.open(text), "a dataset")
         if not text.is_file():
             raise UserError(
                 f"--text {text} is neither a text file nor a prepared dataset: name a UTF-8 text file, or a "
                 "folder made by residua data prepare."
             )
-        return TextFile(text)
+        return Text(str(text), partial(_read_file, text))
     run = next((folder for folder in folders if inside(folder, "config.toml").is_file()), None)
     path = None if run is None else RunConfig.from_toml(inside(run, "config.toml")).data.path
     if run is None or path is None:
-        return Embedded()
+        return Text(EMBEDDED, _read_embedded)
     if not (Path(path) / DESCRIPTION).is_file():
         raise UserError(f"{path}, the text of {run}, no longer exists: name a text or a dataset with --text.")
-    return Prepared(Dataset.open(path), f"the text of {run.resolve().name}")
+    return _prepared(Dataset.open(path), f"the text of {run.resolve().name}")
 
 
 def sample(
