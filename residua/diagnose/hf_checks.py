@@ -143,13 +143,11 @@ REASONS = {
     "streams": "Comparison of sublayers with their layer: layers carry several streams, so sublayer outputs do not "
     "add up to the change of a layer.",
     "uncounted experts": "Expert load of layers {layers}: their experts do not receive the indices of the chosen "
-    "experts, so "
-    "choices cannot be counted.",
+    "experts, so choices cannot be counted.",
     "wrong sublayers": "Sublayers of layers {layers}: the detected sublayers do not explain the states of their "
     "layer{where}; so each of these layers counts as one sublayer.",
     "partial sublayers": "Part of layers {layers}: their sublayers' outputs do not add up to the layer's change, "
-    "so part of "
-    "it happens elsewhere; only the removal of whole layers measures that part.",
+    "so part of it happens elsewhere; only the removal of whole layers measures that part.",
     "unused tensors": "The folder's {tensors}: {model} has no such parameters and runs without them.",
 }
 """Why something is not measured, by the obstacle."""

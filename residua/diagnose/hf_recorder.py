@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from residua.diagnose.hf_structure import Layer, Watch, as_state, as_streams, ma
 from residua.diagnose.observe import Observation, Site, first
 
 
+@dataclass
 class Recorder:
     """Finds the input and output of each sublayer body by following tensors through its layer.
 
@@ -24,28 +26,27 @@ class Recorder:
     pass, the last run is recorded.
     """
 
-    def __init__(
-        self,
-        decoder: Sequence[Layer],
-        sites: Sequence[Site],
-        bodies: Sequence[nn.Module],
-        width: int,
-        observation: Observation,
-        watch: Watch,
-        ends: dict[int, tuple[Tensor, Tensor]] | None = None,
-        returning: Collection[int] = (),
-    ) -> None:
-        self.decoder, self.sites, self.bodies, self.width, self.observation = decoder, sites, bodies, width, observation
-        self.watch, self.ends, self.returning = watch, ends, returning
-        self.carrying: set[int] = set()
-        self.compressed: set[int] = set()
-        self.normed: dict[int, tuple[Tensor, Tensor]] = {}
-        self.handed: dict[int, tuple[Tensor, int]] = {}
-        self.whole = {site.layer: site.index for site in sites if site.kind == "layer"}
-        self.layer: int | None = None
-        self.calls = 0
-        self.start: Tensor | None = None
-        self.state: Tensor | None = None
+    decoder: Sequence[Layer]
+    sites: Sequence[Site]
+    bodies: Sequence[nn.Module]
+    width: int
+    observation: Observation
+    watch: Watch
+    ends: dict[int, tuple[Tensor, Tensor]] | None = None
+    returning: Collection[int] = ()
+    carrying: set[int] = field(default_factory=set)
+    compressed: set[int] = field(default_factory=set)
+    normed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    handed: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    layer: int | None = None
+    calls: int = 0
+    start: Tensor | None = None
+    state: Tensor | None = None
+
+    @property
+    def whole(self) -> dict[int, int]:
+        """By layer that counts as one sublayer, the number of that sublayer."""
+        return {site.layer: site.index for site in self.sites if site.kind == "layer"}
 
     def attach(self) -> list[Any]:
         """Attach all hooks and return their handles."""

@@ -114,7 +114,7 @@ class Metric:
         return Explained("; ".join(_numbers(finding) for finding in findings))
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
         """The metric's columns in the picture of the models, layer by layer."""
         return ()
 

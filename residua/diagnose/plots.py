@@ -174,11 +174,12 @@ def over_sublayers(series: Sequence[Curve], models: Models, x: str, y: str, **se
     }
     figure = curves(series, x, y, whole_x=True, x_axis=axis, **settings)
     for trace, owner in zip(figure.data, models, strict=True):
-        trace.customdata = [_sublayer(owner, int(at)) for at in trace.x]
+        trace.customdata = [reader_name(owner, int(at)) for at in trace.x]
     return figure
 
 
-def _sublayer(model: Model, index: int) -> str:
+def reader_name(model: Model, index: int) -> str:
+    """The name of a sublayer, or of the final norm, which counts as the one after the last."""
     return str(model.sites[index].name) if index < len(model.sites) else "the final norm"
 
 

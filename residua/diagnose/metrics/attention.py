@@ -85,16 +85,14 @@ class Attention(Metric):
         return Explained(f"{what}, in {listed('layer', layers)}", sureness(measured, strongest / SINK, model), remedy)
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
-        return [
-            LayerTrack(
-                "sink",
-                "0 to 100 %",
-                "Attention to the first token, or to another sink: strongest head above, mean of all heads "
-                "below. The line is uniform attention.",
-                [_sinks(model) for model in models],
-            )
-        ]
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
+        yield LayerTrack(
+            "sink",
+            "0 to 100 %",
+            "Attention to the first token, or to another sink: strongest head above, mean of all heads "
+            "below. The line is uniform attention.",
+            [_sinks(model) for model in models],
+        )
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:

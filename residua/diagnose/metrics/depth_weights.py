@@ -137,18 +137,16 @@ class DepthWeights(Metric):
         )
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
         factors = any(not are_shares(model.depth_weights) for model in models)
-        return [
-            LayerTrack(
-                "reads",
-                "first source to last",
-                "Depth weights of the layer's readers, attention above and feed-forward below: darker means "
-                "that more is read from that source. The number is the largest weight."
-                + (f" {FACTORS} They are marked ×, and the darkest is the model's largest." if factors else ""),
-                [_reads(model) for model in models],
-            )
-        ]
+        yield LayerTrack(
+            "reads",
+            "first source to last",
+            "Depth weights of the layer's readers, attention above and feed-forward below: darker means "
+            "that more is read from that source. The number is the largest weight."
+            + (f" {FACTORS} They are marked ×, and the darkest is the model's largest." if factors else ""),
+            [_reads(model) for model in models],
+        )
 
     @classmethod
     def cells(cls, model: Model) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
@@ -306,17 +306,14 @@ def _furthest_words(model: Model, factor: str) -> str:
 def _extents(models: Models, factor: str) -> dict[str, Figure | None]:
     """Norm by norm, the smallest, the median and the largest value of a factor."""
 
-    def curve(title: str, of: Callable[[NormFacts], float]) -> Figure | None:
+    def curve(title: str, value: str) -> Figure | None:
         return by_layer(
-            models, lambda m: [(n.state, of(n)) for n in m.norms if n.factor == factor], f"{title} {factor}",
+            models, lambda m: [(n.state, getattr(n, value)) for n in m.norms if n.factor == factor], title,
             floor=lambda m: [(n.state, 1.0) for n in m.norms if n.factor == factor], floor_name="1", x="norm before",
         )  # fmt: skip
 
-    return {
-        f"smallest {factor}": curve("smallest", lambda n: n.lowest),
-        f"median {factor}": curve("median", lambda n: n.median),
-        f"largest {factor}": curve("largest", lambda n: n.highest),
-    }
+    titles = {f"smallest {factor}": "lowest", f"median {factor}": "median", f"largest {factor}": "highest"}
+    return {title: curve(title, value) for title, value in titles.items()}
 
 
 def _factor_maps(model: Model) -> dict[str, Figure]:

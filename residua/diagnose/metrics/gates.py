@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
@@ -354,13 +354,12 @@ def _by_stream(model: Model) -> dict[str, Figure | None]:
     streams = [f"stream {i}" for i in range(max((len(b.by_stream) for b in known), default=0))]
     names = [model.sites[b.site].name for b in known]
 
-    def figure(title: str, of: Callable[[Quartiles], float]) -> Figure | None:
-        rows = [list(map(of, b.by_stream)) for b in known]
-        return heatmap(rows, streams, names, "stream", "written by", f"{title} of β") if known else None
-
+    shown = {"lower quartile": "lower", "median": "median", "upper quartile": "upper", "largest": "largest"}
     return {
-        "lower quartile": figure("lower quartile", lambda q: q.lower),
-        "median": figure("median", lambda q: q.median),
-        "upper quartile": figure("upper quartile", lambda q: q.upper),
-        "largest": figure("largest", lambda q: q.largest),
-    }
+        title: heatmap(
+            [[getattr(q, value) for q in b.by_stream] for b in known], streams, names, "stream", "written by",
+            f"{title} of β",
+        )
+        for title, value in shown.items()
+        if known
+    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from pydantic import Field
 
@@ -77,9 +76,8 @@ class Outputs(Metric):
             return
         views = {}
         for part in ("feed-forward", "attention"):
-            written, read = partial(_written, part), partial(_read, part)
-            views[f"{part} outputs"] = _figure(models, "|y|", written)
-            views[f"state after {part}"] = _figure(models, "|h|", read)
+            views[f"{part} outputs"] = _figure(models, "|y|", part, _written)
+            views[f"state after {part}"] = _figure(models, "|h|", part, _read)
         yield Topic(
             "Largest outputs",
             "The three largest |y| that each layer's attention and feed-forward write, and the three largest |h| of "
@@ -89,23 +87,23 @@ class Outputs(Metric):
         )
 
 
-def _written(part: str, model: Model, rank: int) -> Points:
-    """By layer, the rank-th largest |y| of its attention or feed-forward."""
-    return _points(model, part, {o.site + 1: o.largest for o in model.outputs}, rank)
+def _written(model: Model) -> dict[int, list[Activation]]:
+    """By reader, the largest |y| of the sublayer before it."""
+    return {o.site + 1: o.largest for o in model.outputs}
 
 
-def _read(part: str, model: Model, rank: int) -> Points:
-    """By layer, the rank-th largest |h| in the input of the sublayer after its attention or feed-forward."""
-    return _points(model, part, {s.index: s.largest for s in model.states}, rank)
+def _read(model: Model) -> dict[int, list[Activation]]:
+    """By reader, the largest |h| of its input."""
+    return {s.index: s.largest for s in model.states}
 
 
-def _points(model: Model, part: str, largest: dict[int, list[Activation]], rank: int) -> Points:
-    readers = after_layers(model).get(part, {})
-    return [(float(n), largest[r][rank].value) for n, r in readers.items() if rank < len(largest.get(r, []))]
+def _figure(models: Models, y: str, part: str, of: Callable[[Model], dict[int, list[Activation]]]) -> Figure | None:
+    """The largest values over layers, after their attention or feed-forward: a colour per model, a dash per rank."""
 
+    def points(model: Model, rank: int) -> Points:
+        largest, readers = of(model), after_layers(model).get(part, {})
+        return [(float(n), largest[r][rank].value) for n, r in readers.items() if rank < len(largest.get(r, []))]
 
-def _figure(models: Models, y: str, points: Callable[[Model, int], Points]) -> Figure | None:
-    """One colour per model, one dash style per rank."""
     series = [
         Curve(
             model.name, [x for x, _ in line], [value for _, value in line], theme.colour(place), group=model.name,

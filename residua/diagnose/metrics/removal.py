@@ -106,21 +106,18 @@ class Removal(Metric):
     page_place = 10
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
         removed = [a for m in models for a in m.ablations if a.kind == "layer"]
         high, falls = max([1.0, *(abs(a.change) for a in removed)]), any(map(_lowers, removed))
         sides = (
             " Bars to the right mean that the loss rises without the layer, to the left that it falls." if falls else ""
         )
-        return [
-            LayerTrack(
-                "removal",
-                f"log, {'±' if falls else ''}{NO_CHANGE:g} to {short(high)} nats",
-                "How much the loss changes without the layer; an empty bar is a layer without effect on the "
-                f"loss.{sides}",
-                [_removed(model, high, 0.5 if falls else None) for model in models],
-            )
-        ]
+        yield LayerTrack(
+            "removal",
+            f"log, {'±' if falls else ''}{NO_CHANGE:g} to {short(high)} nats",
+            f"How much the loss changes without the layer; an empty bar is a layer without effect on the loss.{sides}",
+            [_removed(model, high, 0.5 if falls else None) for model in models],
+        )
 
     @classmethod
     def cells(cls, model: Model) -> Sequence[Cell]:

@@ -188,18 +188,15 @@ class States(Metric):
         )
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
         high = min(max([MASSIVE_RATIO, *(_ratio(s) for m in models for s in m.states)]), MOST)
-        return [
-            LayerTrack(
-                "largest |h|",
-                f"log, 1 to {short(high)}×",
-                f"The largest |h| that the layer reads, divided by the median |h|. The line is "
-                f"{MASSIVE_RATIO:,.0f}×: an "
-                f"activation beyond it is massive if it is also above {MASSIVE:g}.",
-                [_peaks(model, high) for model in models],
-            )
-        ]
+        yield LayerTrack(
+            "largest |h|",
+            f"log, 1 to {short(high)}×",
+            f"The largest |h| that the layer reads, divided by the median |h|. The line is {MASSIVE_RATIO:,.0f}×: an "
+            f"activation beyond it is massive if it is also above {MASSIVE:g}.",
+            [_peaks(model, high) for model in models],
+        )
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:

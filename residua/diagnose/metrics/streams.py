@@ -21,6 +21,7 @@ from residua.diagnose.plots import (
     line,
     over,
     over_sublayers,
+    reader_name,
     tab_each,
     tabs_each,
 )
@@ -122,7 +123,7 @@ class Streams(Metric):
         yield Sentence(
             65,
             f"The largest value of a stream is {max(most.largest):.4g}, in stream "
-            f"{most.largest.index(max(most.largest))} as read by {_reader(model, most.reader)}; "
+            f"{most.largest.index(max(most.largest))} as read by {reader_name(model, most.reader)}; "
             + (
                 f"{listed('stream', still)} {'does' if len(still) == 1 else 'do'} not change."
                 if still
@@ -157,10 +158,6 @@ class Streams(Metric):
                 "Magnitude of each stream",
             ),
         )
-
-
-def _reader(model: Model, reader: int) -> str:
-    return str(model.sites[reader].name) if reader < len(model.sites) else "the final norm"
 
 
 def _turns(model: Model) -> dict[int, float]:

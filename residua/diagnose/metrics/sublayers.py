@@ -186,16 +186,14 @@ class Sublayers(Metric):
         return Explained(where, sure, remedy)
 
     @classmethod
-    def tracks(cls, models: Models) -> Sequence[LayerTrack]:
+    def tracks(cls, models: Models) -> Iterable[LayerTrack]:
         high = max([1.0, *(s.relative_rms for m in models for s in m.sites if s.relative_rms)])
-        return [
-            LayerTrack(
-                "writes",
-                f"log, 0.001 to {short(high)}",
-                "RMS of the output divided by RMS of the input: attention above, feed-forward below.",
-                [_written(model, high) for model in models],
-            )
-        ]
+        yield LayerTrack(
+            "writes",
+            f"log, 0.001 to {short(high)}",
+            "RMS of the output divided by RMS of the input: attention above, feed-forward below.",
+            [_written(model, high) for model in models],
+        )
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
