@@ -1,8 +1,9 @@
 """Softmax attention and projection mixing against their equations: values, and every gradient."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -328,20 +329,37 @@ def test_averaging_equal_values_changes_nothing() -> None:
     close("second layer", second, first, 1e-14)
 
 
+Equation = Callable[[Sequence[Any], list[golden.Projections], list[Tensor], int], Iterable[Tensor]]
+"""Takes layers, and of sequence b their own projections, their inputs and b; returns the layers' outputs."""
+
+
+def check_layers(
+    config: choices.SoftmaxAttention,
+    anchors: choices.Anchors,
+    count: int,
+    equation: Equation,
+    tokens: Tensor | None = None,
+) -> None:
+    """The layers' outputs and every gradient, without anchors from the embedding."""
+    layers, source = build_layers(config, anchors, count)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(count)]
+    rows = []
+    for b in range(BATCH):
+        own = [own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True)]
+        rows.append(list(equation(layers, own, [x[b] for x in inputs], b)))
+    expected = [torch.stack(outputs) for outputs in zip(*rows, strict=True)]
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(run_ours(layers, source, inputs[0], inputs, tokens), expected, leaves)
+
+
 @pytest.mark.parametrize("gate", ["relu", "sigmoid", "tanh", "softmax"])
 def test_gated_values_match_their_equation(gate: str) -> None:
-    config = attention_config(kv_heads=2)
-    layers, source = build_layers(config, choices.GatedValue(gate=gate), 2)
-    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
-    ours = run_ours(layers, source, inputs[0], inputs)
-    expected = [[], []]
-    for b in range(BATCH):
-        first, second = (own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True))
-        second["v"] = golden.gate_values(inputs[1][b], second["v"], first["v"], layers[1].mix.gates.weight, gate)
-        for at, S in enumerate((first, second)):
-            expected[at].append(rest_of_layer(layers[at], S, None))
-    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
-    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+    def equation(layers: Any, own: list[golden.Projections], x: list[Tensor], b: int) -> list[Tensor]:
+        first, second = own
+        second["v"] = golden.gate_values(x[1], second["v"], first["v"], layers[1].mix.gates.weight, gate)
+        return [rest_of_layer(layer, S, None) for layer, S in zip(layers, own, strict=True)]
+
+    check_layers(attention_config(kv_heads=2), choices.GatedValue(gate=gate), 2, equation)
 
 
 @pytest.mark.parametrize(("gate", "alpha"), [("relu", 0.0), ("tanh", 0.0), ("sigmoid", 0.5), ("softmax", 1.0)])
@@ -358,21 +376,16 @@ def test_gated_values_with_a_zero_map_equal_value_residuals(gate: str, alpha: fl
 
 
 def test_value_embeddings_match_their_equation() -> None:
-    config = attention_config(kv_heads=2)
-    layers, source = build_layers(config, choices.ValueEmbeddings(gate_channels=5, gate_scale=2.5), 3)
-    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
-    ours = run_ours(layers, source, inputs[0], inputs, tokens)
-    expected = [[], [], []]
-    for b in range(BATCH):
-        for at, (layer, x) in enumerate(zip(layers, inputs, strict=True)):
-            S = own_projections(layer, config, x[b])
-            if at != 1:  # every second layer, and the last
-                mix = layer.mix
-                S["v"] = golden.embed_values(x[b], S["v"], tokens[b], mix.table.weight, mix.gate_weight, 2.5)
-            expected[at].append(rest_of_layer(layer, S, None))
-    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
-    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+    def equation(layers: Any, own: list[golden.Projections], x: list[Tensor], b: int) -> list[Tensor]:
+        for at in (0, 2):  # every second layer, and the last
+            weights = layers[at].mix.table.weight, layers[at].mix.gate_weight
+            own[at]["v"] = golden.embed_values(x[at], own[at]["v"], tokens[b], *weights, 2.5)
+        return [rest_of_layer(layer, S, None) for layer, S in zip(layers, own, strict=True)]
+
+    anchors = choices.ValueEmbeddings(gate_channels=5, gate_scale=2.5)
+    check_layers(attention_config(kv_heads=2), anchors, 3, equation, tokens)
 
 
 @torch.no_grad()

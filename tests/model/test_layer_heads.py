@@ -1,7 +1,11 @@
 """Keys and values of other layers: shared ones (CLA, one source, SVFormer), mixtures of all (LIMe, Depth-Attention)."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import residua
 from residua.config import choices
@@ -11,19 +15,9 @@ from residua.model.layer_heads import mix_layers
 from residua.model.size import measure
 from residua.quantize.smoothing import edges
 from tests.golden import attention as golden
-from tests.golden.compare import agree, close, random
+from tests.golden.compare import close, random
 from tests.model.small import small, tokens_and_targets
-from tests.model.test_attention import (
-    BATCH,
-    LENGTH,
-    THETA,
-    WIDTH,
-    attention_config,
-    build_layers,
-    own_projections,
-    rest_of_layer,
-    run_ours,
-)
+from tests.model.test_attention import THETA, attention_config, check_layers, rest_of_layer
 from tests.model.test_decoding import LOOP, SHARED
 
 IDENTITY = {"kind": "lime", "start": "identity"}
@@ -35,23 +29,18 @@ LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]
 @pytest.mark.parametrize("options", [{}, {"gate": "headwise", "qk_norm": "none"}], ids=str)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_heads_match_their_equation(name: str, options: dict) -> None:
-    config, anchors = attention_config(kv_heads=2, **options), choices.AnchorChoice.choose(SHARED[name])
-    layers, source = build_layers(config, anchors, 4)
-    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(4)]
-    ours = run_ours(layers, source, inputs[0], inputs)
-    expected: list[list] = [[] for _ in layers]
-    for b in range(BATCH):
-        S = [own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True)]
+    anchors = choices.AnchorChoice.choose(SHARED[name])
+
+    def equation(layers: Any, own: list[golden.Projections], x: list[Tensor], b: int) -> Iterator[Tensor]:
         for at, (layer, lender) in enumerate(zip(layers, LENDERS[name], strict=True)):
-            heads = S[at] | {s: S[lender][s] for s in anchors.mixed}
+            heads = own[at] | {s: own[lender][s] for s in anchors.mixed}
             gains = dict(layers[lender if "k" in anchors.mixed else at].qk_norm.named_parameters())
             query = dict(layer.qk_norm.named_parameters()).get("query")
-            y = golden.attention(
+            yield golden.attention(
                 heads, layer.out.weight, theta=THETA, q_gain=query, k_gain=gains.get("key"), eps=layer.qk_norm.eps
             )
-            expected[at].append(y)
-    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
-    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+    check_layers(attention_config(kv_heads=2, **options), anchors, 4, equation)
 
 
 @pytest.mark.parametrize("anchors", [{"kind": "cla", "group": 1}, {"kind": "kv_source", "layer": 2}], ids=str)
@@ -104,19 +93,13 @@ def test_shared_values_are_not_smoothed() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"gate": "elementwise", "qk_norm": "rms_all"}], ids=str)
 def test_mixtures_over_all_layers_match_their_equation(options: dict) -> None:
-    config = attention_config(kv_heads=2, **options)
-    layers, source = build_layers(config, choices.Lime(), 3)
-    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
-    ours = run_ours(layers, source, inputs[0], inputs)
-    expected: list[list] = [[] for _ in layers]
-    for b in range(BATCH):
-        S = [own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True)]
+    def equation(layers: Any, own: list[golden.Projections], x: list[Tensor], b: int) -> Iterator[Tensor]:
         for at, layer in enumerate(layers):
-            so_far = {s: [every[s] for every in S[: at + 1]] for s in "kv" if at}
+            so_far = {s: [every[s] for every in own[: at + 1]] for s in "kv" if at}
             routed = {s: golden.route_heads(heads, layer.mix.router) for s, heads in so_far.items()}
-            expected[at].append(rest_of_layer(layer, S[at] | routed, None))
-    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
-    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+            yield rest_of_layer(layer, own[at] | routed, None)
+
+    check_layers(attention_config(kv_heads=2, **options), choices.Lime(), 3, equation)
 
 
 def test_mixtures_starting_as_identity_equal_the_plain_model() -> None:
@@ -128,23 +111,17 @@ def test_mixtures_starting_as_identity_equal_the_plain_model() -> None:
 
 @pytest.mark.parametrize("norm", ["rms", "none"])
 def test_values_attended_over_layers_match_their_equation(norm: str) -> None:
-    config = attention_config(kv_heads=2, gate="headwise", qk_norm=norm)
-    layers, source = build_layers(config, choices.DepthAttention(), 3)
-    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
-    ours = run_ours(layers, source, inputs[0], inputs)
-    expected: list[list] = [[] for _ in layers]
-    for b in range(BATCH):
+    def equation(layers: Any, own: list[golden.Projections], x: list[Tensor], b: int) -> Iterator[Tensor]:
         keys, values = [], []
-        for at, (layer, x) in enumerate(zip(layers, inputs, strict=True)):
-            S = own_projections(layer, config, x[b])
+        for layer, S in zip(layers, own, strict=True):
             gains = dict(layer.qk_norm.named_parameters())  # rotating both by one position changes no product
             names = {"q": "query", "k": "key"}
             q, k = (golden.normed(S[s], gains.get(name), layer.qk_norm.eps) for s, name in names.items())
             keys.append(k)
             values.append(golden.attend_layers(q, keys, [*values, S["v"]]))
-            expected[at].append(rest_of_layer(layer, S | {"v": values[-1]}, None))
-    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
-    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+            yield rest_of_layer(layer, S | {"v": values[-1]}, None)
+
+    check_layers(attention_config(kv_heads=2, gate="headwise", qk_norm=norm), choices.DepthAttention(), 3, equation)
 
 
 def test_mixing_equal_values_over_layers_keeps_them() -> None:
