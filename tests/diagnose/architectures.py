@@ -52,11 +52,11 @@ def types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def configuration(kind: str) -> Any:
+def configuration(kind: str, **changes: Any) -> Any:
     """A tiny configuration: the known sizes, for the keys of the class, and the required keys of this architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[kind], NEEDED.get(kind, {}))
+    return _shrunk(CONFIG_MAPPING[kind], NEEDED.get(kind, {}) | changes)
 
 
 def _shrunk(made: Any, needed: dict[str, Any]) -> Any:
