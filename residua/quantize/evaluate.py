@@ -52,38 +52,33 @@ class CalibrationText:
     """Prepared text as a run sees it: shuffled training windows, and the fixed validation set."""
 
     dataset: Dataset
-    sequence: int
-    documents: bool
-    validation_tokens: int
+    config: RunConfig
 
     @classmethod
     def of_run(cls, config: RunConfig) -> CalibrationText:
         """The text that a run was trained and validated on."""
-        return cls._with(open_data(config), config)
+        return cls(open_data(config), config)
 
     @classmethod
     def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
         """The text of the model in a folder, or the prepared dataset `data`, in the model's tokens."""
-        dataset, config = open_text(folder, model, data)
-        return cls._with(dataset, config)
+        return cls(*open_text(folder, model, data))
 
-    @classmethod
-    def _with(cls, dataset: Dataset, config: RunConfig) -> CalibrationText:
-        data = config.data
-        return cls(dataset, config.sequence, data.masking == "documents", data.validation_tokens)
+    @property
+    def _segments(self) -> bool:
+        return self.config.data.masking == "documents"
 
     def validation(self, tokens: int | None = None) -> list[Batch]:
         """The run's validation set, or the first `tokens` of it."""
-        limit = min(tokens or self.validation_tokens, self.validation_tokens)
-        split = self.dataset.split("validation")
-        return list(
-            validation_batches(split, self.sequence, SEQUENCES_AT_ONCE, limit_tokens=limit, segments=self.documents)
-        )
+        whole = self.config.data.validation_tokens
+        shape = self.dataset.split("validation"), self.config.sequence, SEQUENCES_AT_ONCE
+        limit = min(tokens or whole, whole)
+        return list(validation_batches(*shape, limit_tokens=limit, segments=self._segments))
 
     def calibration(self, sequences: int) -> Iterator[Batch]:
         """Yield the first `sequences` training windows, which are always the same."""
-        size = min(SEQUENCES_AT_ONCE, sequences)
-        loader = Loader(self.dataset.split("train"), self.sequence, size, segments=self.documents, prefetch=0)
+        size, split = min(SEQUENCES_AT_ONCE, sequences), self.dataset.split("train")
+        loader = Loader(split, self.config.sequence, size, segments=self._segments, prefetch=0)
         for start, batch in zip(range(0, sequences, size), loader, strict=False):
             yield _first(batch, sequences - start)
 
