@@ -88,10 +88,14 @@ class QKNorm(QueryKeyNorm):
         return type(self) is QKNorm and self.eps == KEY_EPS
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
-        return ops.norm_rotate(q, self.query, *table, eps=self.eps)
+        return self._turn(q, self.query, table)
 
     def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
-        return ops.norm_rotate(k, self.gains[1], *table, eps=self.eps)
+        assert self.key is not None
+        return self._turn(k, self.key, table)
+
+    def _turn(self, x: Tensor, gain: Tensor, table: RotaryTable) -> Tensor:
+        return ops.norm_rotate(x, gain, *table, eps=self.eps)
 
 
 class QKVNorm(QKNorm):
@@ -112,12 +116,8 @@ class JointQKNorm(QKNorm):
     def gains(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a norm over all heads has no gain per head")
 
-    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
-        return ops.rotate(ops.rms_norm(q.flatten(-2), self.query, eps=self.eps).view_as(q), table)
-
-    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
-        assert self.key is not None
-        return ops.rotate(ops.rms_norm(k.flatten(-2), self.key, eps=self.eps).view_as(k), table)
+    def _turn(self, x: Tensor, gain: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(ops.rms_norm(x.flatten(-2), gain, eps=self.eps).view_as(x), table)
 
 
 class TanhQKNorm(QueryKeyNorm):

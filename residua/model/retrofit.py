@@ -61,7 +61,7 @@ class _Retrofit:
             self.fidelity["head.kind"] = InitFidelity.NOT
         if not self._same_eps():
             self.fidelity["norm.eps"] = InitFidelity.UP_TO_EPS
-        if self._same_kind("topology") and self._eps_factors(old) != self._eps_factors(model):
+        if self._same_topology and self._eps_factors(old) != self._eps_factors(model):
             self.fidelity["reader_eps"] = InitFidelity.UP_TO_EPS
         self.fidelity |= dict.fromkeys(self._unanswered(), InitFidelity.NOT)
         return {key: how for key, how in self.fidelity.items() if how} | {"model": max(self.fidelity.values())}
@@ -98,8 +98,9 @@ class _Retrofit:
         """The changed keys of a table."""
         return [key for key in self.changes if key.startswith(f"{table}.")]
 
-    def _same_kind(self, table: str) -> bool:
-        return type(getattr(self.before, table)) is type(getattr(self.after, table))
+    @property
+    def _same_topology(self) -> bool:
+        return type(self.before.topology) is type(self.after.topology)
 
     def _begin_anchors(self) -> InitFidelity:
         fidelities = [self.model.anchors.begin_as(self.old.anchors)]
@@ -122,9 +123,9 @@ class _Retrofit:
             take_parameters(new, theirs)
             return InitFidelity.EXACTLY
         start = new.initialization()
-        if self._same_kind("topology") and start.begin_as is not None:
-            return start.begin_as(theirs)
-        if self._same_kind("topology"):
+        if self._same_topology:
+            if start.begin_as is not None:
+                return start.begin_as(theirs)
             take_parameters(new, theirs)
             return InitFidelity.NOT
         added = theirs.initialization()
