@@ -202,13 +202,11 @@ class Largest:
 
     def facts(self, sample: Sample) -> list[Activation]:
         """The values, largest first, with their tokens as text."""
-        largest = sorted(torch.cat(self.batches, 1).T.tolist(), key=lambda one: -one[0])
-        return [self._activation(value, int(place), int(token), sample) for value, place, token in largest[:LARGEST]]
-
-    def _activation(self, value: float, place: int, token: int, sample: Sample) -> Activation:
-        sequence, rest = divmod(place, self.length * self.width)
-        position, dimension = divmod(rest, self.width)
-        return Activation(
-            value=value, dimension=dimension, sequence=sequence, position=position, token=token,
-            text=sample.text_of(token),
-        )  # fmt: skip
+        largest = sorted(torch.cat(self.batches, 1).T.tolist(), key=lambda one: -one[0])[:LARGEST]
+        facts = []
+        for value, place, token in largest:
+            rest, dimension = divmod(int(place), self.width)
+            sequence, position = divmod(rest, self.length)
+            where = {"dimension": dimension, "sequence": sequence, "position": position}
+            facts.append(Activation(value=value, **where, token=int(token), text=sample.text_of(int(token))))
+        return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,7 +141,7 @@ def sample(
     prefix = starting_tokens(tokenizer)
     body = length + 1 - len(prefix)
     wanted = max(1, tokens // length)
-    ids = _take(text.pieces(tokenizer), wanted * body)
+    ids = list(islice(chain.from_iterable(text.pieces(tokenizer)), wanted * body))
     count = min(wanted, len(ids) // body)
     if count == 0:
         raise UserError(
@@ -161,12 +162,3 @@ def starting_tokens(tokenizer: Tokenizer) -> list[int]:
     full = tokenizer.backend.encode("a", add_special_tokens=True).ids
     begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return list(full[:begin])
-
-
-def _take(pieces: Iterable[list[int]], count: int) -> list[int]:
-    ids: list[int] = []
-    for piece in pieces:
-        ids += piece
-        if len(ids) >= count:
-            break
-    return ids[:count]

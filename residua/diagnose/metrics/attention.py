@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from pydantic import Field
@@ -55,7 +56,12 @@ class Attention(Metric):
         )
 
     def findings(self, model: Model) -> list[Finding]:
-        return [*_attention_sinks(self.layers), *_token_sinks(model.token_sinks)]
+        by_position: dict[int, dict[int, list[int]]] = defaultdict(dict)
+        for layer, sums in sorted(self.layers.items()):
+            for position, heads in sums.sink_heads().items():
+                by_position[position][layer] = heads
+        sinks = [_attention_sink(position, where, self.layers) for position, where in sorted(by_position.items())]
+        return [*sinks, *_token_sinks(model.token_sinks)]
 
     @classmethod
     def absence(cls, model: Model) -> str:
@@ -207,16 +213,8 @@ def _sinks(model: Model) -> dict[int, Bar]:
     return bars
 
 
-def _attention_sinks(layers: dict[int, LayerSums]) -> list[Finding]:
-    """Report one finding per position: the layers and heads that park their attention there."""
-    by_position: dict[int, dict[int, list[int]]] = {}
-    for layer, sums in sorted(layers.items()):
-        for position, heads in sums.sink_heads().items():
-            by_position.setdefault(position, {})[layer] = heads
-    return [_attention_sink(position, where, layers) for position, where in sorted(by_position.items())]
-
-
 def _attention_sink(position: int, where: dict[int, list[int]], layers: dict[int, LayerSums]) -> Finding:
+    """Report a position with the layers and heads that park their attention there."""
     strongest = max(where, key=lambda layer: float(layers[layer].alpha[:, position].mean()))
     sums = layers[strongest]
     mass = float(sums.alpha[:, position].mean() / sums.sequences)

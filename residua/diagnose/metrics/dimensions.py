@@ -318,18 +318,15 @@ def _extents(models: Models, factor: str) -> dict[str, Figure | None]:
 
 def _factor_maps(model: Model) -> dict[str, Figure]:
     """Norm × dimension, by factor."""
-    return {
-        factor: _factor_map([n for n in model.norms if n.factor == factor], factor)
-        for factor in dict.fromkeys(n.factor for n in model.norms)
-    }
-
-
-def _factor_map(norms: Sequence[NormFacts], factor: str) -> Figure:
-    names = [str(dimension) for dimension in norms[0].dimensions]
-    rows = [[float(f"{value:.4g}") for value in n.values] for n in norms]
-    bounds = min(0.0, *(min(row) for row in rows)), max(1.0, *(max(row) for row in rows))
-    return heatmap(
-        rows, names, [n.name for n in norms], "dimension", "norm before", factor, bounds=bounds,
-        height=min(190 + 18 * len(rows), 760),
-        step=(label_step(len(names), 2 * LABELS), label_step(len(rows), 2 * LABELS)),
-    )  # fmt: skip
+    maps = {}
+    for factor in dict.fromkeys(n.factor for n in model.norms):
+        norms = [n for n in model.norms if n.factor == factor]
+        names = [str(dimension) for dimension in norms[0].dimensions]
+        rows = [[float(f"{value:.4g}") for value in n.values] for n in norms]
+        bounds = min(0.0, *(min(row) for row in rows)), max(1.0, *(max(row) for row in rows))
+        maps[factor] = heatmap(
+            rows, names, [n.name for n in norms], "dimension", "norm before", factor, bounds=bounds,
+            height=min(190 + 18 * len(rows), 760),
+            step=(label_step(len(names), 2 * LABELS), label_step(len(rows), 2 * LABELS)),
+        )  # fmt: skip
+    return maps

@@ -326,17 +326,10 @@ def _boxes(model: Model) -> Figure | None:
     known = [b for b in model.betas if b.quartiles is not None]
     if not known:
         return None
-    return boxes(
-        [
-            Box(
-                model.sites[b.site].name, b.quartiles.low, b.quartiles.lower, b.quartiles.median, b.quartiles.upper,
-                b.quartiles.high, sum(b.mean) / len(b.mean), b.quartiles.largest,
-            )
-            for b in known
-        ],
-        "written by",
-        "β",
-    )  # fmt: skip
+    drawn = [
+        Box(name=model.sites[b.site].name, mean=sum(b.mean) / len(b.mean), **b.quartiles.model_dump()) for b in known
+    ]
+    return boxes(drawn, "written by", "β")
 
 
 def _histogram(model: Model) -> Figure | None:
