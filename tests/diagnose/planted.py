@@ -49,7 +49,13 @@ def sample(dtype: torch.dtype = torch.int64) -> Sample:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(1, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator).to(dtype)
     rows[:, 0] = FIRST
-    facts = TextFacts(source="random tokens", tokens=SEQUENCES * LENGTH, sequences=SEQUENCES, length=LENGTH)
+    return sample_of(rows)
+
+
+def sample_of(rows: Tensor) -> Sample:
+    """Sequences of a text, one token longer than the input of a model."""
+    sequences, length = rows[:, 1:].shape
+    facts = TextFacts(source="random tokens", tokens=sequences * length, sequences=sequences, length=length)
     return Sample(rows[:, :-1], rows[:, 1:], facts)
 
 

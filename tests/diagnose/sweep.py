@@ -22,11 +22,11 @@ from torch import Tensor
 
 from residua.diagnose import ModelDiagnosis, diagnose_model
 from residua.diagnose.huggingface import HuggingFaceSubject
-from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
 from residua.files import write_atomically
 from tests.diagnose import architectures
 from tests.diagnose.eager import Eager, plant_sink
+from tests.diagnose.planted import sample_of
 from tests.ops.harness import relative
 
 ROOT = Path(__file__).parents[2]
@@ -48,16 +48,9 @@ COMPARED = {
 }
 
 
-def text() -> Sample:
-    rows = architectures.rows()
-    count, length = rows.shape[0], rows.shape[1] - 1
-    facts = TextFacts(source="random tokens", tokens=count * length, sequences=count, length=length)
-    return Sample(rows[:, :-1], rows[:, 1:], facts)
-
-
 def examine(kind: str) -> dict[str, Any]:
     """One row of the table: comparisons, findings, and metrics not measured, with reasons."""
-    sample = text()
+    sample = sample_of(architectures.rows())
     model = architectures.build(kind)
     row: dict[str, Any] = {"class": type(model).__name__}
     try:

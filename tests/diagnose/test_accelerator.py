@@ -8,8 +8,7 @@ import torch
 import residua
 from residua.diagnose import diagnose_model
 from residua.diagnose.native import NativeSubject
-from residua.diagnose.schema import TextFacts
-from residua.diagnose.text import Sample
+from tests.diagnose.planted import sample_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 SEQUENCES, LENGTH = 32, 2048
@@ -19,9 +18,7 @@ SEQUENCES, LENGTH = 32, 2048
 def test_12_by_768_model_takes_under_a_minute_and_2_gib(preset: str) -> None:
     config = residua.ModelConfig.preset(preset).override([f"context={LENGTH}"])
     model = residua.build(config).cuda()
-    rows = torch.randint(config.vocab_size, (SEQUENCES, LENGTH + 1))
-    facts = TextFacts(source="random", tokens=SEQUENCES * LENGTH, sequences=SEQUENCES, length=LENGTH)
-    text = Sample(rows[:, :-1], rows[:, 1:], facts)
+    text = sample_of(torch.randint(config.vocab_size, (SEQUENCES, LENGTH + 1)))
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.monotonic()
     diagnose_model(NativeSubject(model, preset), text)

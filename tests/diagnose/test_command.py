@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import residua
 from residua.cli.diagnose import app
 from residua.config.run import RunConfig
 from residua.config.settings import to_toml
@@ -36,8 +37,6 @@ def write_run(folder: Path, **tables: object) -> Path:
     config = planted.config(vocab_size=264, **tables)
     run = RunConfig(model=config.model_dump(exclude_none=True))
     torch.manual_seed(0)
-    import residua
-
     checkpoint = folder / "checkpoints" / "step-1"
     checkpoint.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(run.model_dump(exclude_none=True)), encoding="utf-8")

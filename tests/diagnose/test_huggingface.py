@@ -16,12 +16,11 @@ from residua import machine
 from residua.diagnose import Diagnosis, diagnose, diagnose_model
 from residua.diagnose.folder import open_subject
 from residua.diagnose.huggingface import HuggingFaceSubject
-from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
 from residua.errors import UserError
 from residua.quantize import quantize
 from tests.diagnose import models
-from tests.diagnose.planted import named
+from tests.diagnose.planted import named, sample_of
 from tests.trained import train_run
 
 pytestmark = pytest.mark.slow
@@ -38,8 +37,7 @@ SUBLAYERS = {
 
 
 def random_text() -> Sample:
-    rows = torch.randint(models.VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(6))
-    return Sample(rows[:, :-1], rows[:, 1:], TextFacts(source="random", tokens=128, sequences=4, length=32))
+    return sample_of(torch.randint(models.VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(6)))
 
 
 def eager(model: Any, tokens: Tensor) -> Any:

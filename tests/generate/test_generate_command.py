@@ -62,13 +62,6 @@ def test_text_ends_at_any_end_id_of_the_models_settings(run: Path, tmp_path: Pat
     assert (status, out) == (0, "depth is\n") and err.startswith("[0 tokens (end)")
 
 
-def test_documented_commands_work(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(code.replace("runs/tiny", str(run)), {})
-    assert " length " in capsys.readouterr().out
-
-
 def test_prompts_of_a_file_run_in_one_batch(run: Path, tmp_path: Path, generate: Generate) -> None:
     (tmp_path / "prompts.txt").write_text("depth is\n\nhow\n")
     settings = ("--tokens", 6, "--top-k", 5, "--top-p", 0.9, "--seed", 4)

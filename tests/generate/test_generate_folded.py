@@ -51,10 +51,11 @@ def test_generate_folds_mixing_scales(run: Path, generating: list[nn.Module], mo
     assert_folded(generating)
 
 
-def test_the_documented_python_folds_mixing_scales(run: Path, generating: list[nn.Module]) -> None:
+def test_the_documented_python_works_and_folds_mixing_scales(run: Path, generating: list[nn.Module], capsys) -> None:
     page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(code.replace("runs/tiny", str(run)), {})
+    assert re.search(r" (length|end) [\d.]+\n$", capsys.readouterr().out)
     assert_folded(generating)
 
 

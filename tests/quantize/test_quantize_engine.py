@@ -39,6 +39,11 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+    return written(model, scheme, out, exempt)
+
+
+def written(model: Decoder, scheme: str, out: Path, exempt: tuple[str, ...] = ()) -> Decoder:
+    """The model in low precision, after it was written for engines."""
     modules = targets(model, exempt)
     weights = quantize_weights(modules, find_scheme(scheme))
     save_engine(out, out.parent, model, weights, scheme, dict.fromkeys(modules, 30.0))
@@ -57,12 +62,12 @@ def assert_served_alike(folder: Path, model: Decoder) -> Any:
     return served
 
 
-def opened_by_transformers(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+def opened_by_transformers(folder: Path) -> Any:
     transformers = quiet_transformers()
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     known = signature(transformers.CompressedTensorsConfig.__init__).parameters
     asked = transformers.CompressedTensorsConfig(**({"dequantize": True} if "dequantize" in known else {}))
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype="auto").eval()
 
 
 @pytest.mark.parametrize("scheme", DYNAMIC)
@@ -198,13 +203,9 @@ def test_an_imported_model_is_served_as_its_original_family(name: str, tmp_path:
     quiet_transformers()
     architecture, keys = FAMILIES[name]
     saved(tmp_path / "theirs", architecture, **keys)
-    model, scheme = residua.load(tmp_path / "theirs"), find_scheme("fp8-row")
-    modules = targets(model)
-    require_served(model, modules, "fp8-row")
-    weights = quantize_weights(modules, scheme)
-    save_engine(tmp_path / "q", tmp_path, model, weights, "fp8-row", dict.fromkeys(modules, 30.0))
-    install(model, rounded(modules, weights, scheme))
-    assert assert_served_alike(tmp_path / "q", model).config.model_type == name
+    model = residua.load(tmp_path / "theirs")
+    require_served(model, targets(model), "fp8-row")
+    assert assert_served_alike(tmp_path / "q", written(model, "fp8-row", tmp_path / "q")).config.model_type == name
 
 
 def test_logits_differ_only_where_rounding_differs(tmp_path: Path) -> None:
@@ -212,10 +213,7 @@ def test_logits_differ_only_where_rounding_differs(tmp_path: Path) -> None:
     architecture, keys = FAMILIES["llama"]
     deep = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     saved(tmp_path / "theirs", architecture, **keys | deep)
-    model, scheme = residua.load(tmp_path / "theirs"), find_scheme("fp8-row")
-    weights = quantize_weights(targets(model), scheme)
-    save_engine(tmp_path / "q", tmp_path, model, weights, "fp8-row", dict.fromkeys(weights, 30.0))
-    install(model, rounded(targets(model), weights, scheme))
+    model = written(residua.load(tmp_path / "theirs"), "fp8-row", tmp_path / "q")
     served = opened_by_transformers(tmp_path / "q")
     for k, sublayer in enumerate(model.sublayers):
         layer, body = served.model.layers[k // 2], sublayer.body
@@ -231,7 +229,7 @@ def test_logits_differ_only_where_rounding_differs(tmp_path: Path) -> None:
                 part.register_forward_pre_hook(lambda _, given, kept=inputs: (kept[0],))
     tokens = torch.randint(97, (4, 30), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        expected, found = model.eval()(tokens), served(tokens).logits
+        expected, found = model(tokens), served(tokens).logits
     assert (found - expected).abs().max() < 1e-5
 
 
