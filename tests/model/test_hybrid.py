@@ -13,9 +13,9 @@ from residua.model.decoder import Decoder, build
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.size import measure
 from tests.golden.compare import close, randomise
+from tests.model.combinations import LINEAR
 from tests.model.small import in_parts, small, tokens_and_targets
 
-LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
 MOE = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 
 

@@ -237,8 +237,6 @@ def test_slices_that_do_not_divide_the_width_are_refused() -> None:
         residua.build_topology({"kind": "frac", "fractions": 3}, 4, 16)
 
 
-def test_norms_that_would_be_unused_are_refused() -> None:
-    with pytest.raises(ConfigError, match="normalizes the inputs of the sublayers and the head itself"):
-        small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"})
+def test_a_topology_that_norms_inputs_leaves_norms_of_outputs() -> None:
     model = residua.build(small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"}, placement="both"))
     assert type(model.norm) is NoNorm and type(model.sublayers[0].after) is DyT

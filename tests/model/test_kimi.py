@@ -22,24 +22,21 @@ from residua.model.size import measure
 from residua.ops.inference import decode_attention
 from tests.golden import kimi
 from tests.golden.compare import agree, close, leaves_of, random, randomise
-from tests.model.combinations import SEVERAL_READS, TOPOLOGIES
+from tests.model.combinations import ATTENTIONS, DELTA, LATENT, NOWHERE, SEVERAL_READS, TOPOLOGIES
 from tests.model.small import in_parts, small, tokens_and_targets
 
 pytestmark = pytest.mark.slow
 
 WIDTH = 16
-DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
-LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
-NO_POSITIONS = LATENT | {"positions": "none"}
-KIMI = {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NO_POSITIONS, "linear": DELTA}
+KIMI = ATTENTIONS["hybrid kimi"]
 EXPERTS = {
     "kind": "moe", "hidden": 8, "experts": 5, "top_k": 2, "dense_layers": 1,
     "router": {"kind": "sigmoid_scores", "scale": 2.446},
 }  # fmt: skip
 VARIATIONS = {
     "rotary": LATENT,
-    "no positions": NO_POSITIONS,
-    "nothing shared": NO_POSITIONS | {"shared_dim": 0},
+    "no positions": NOWHERE,
+    "nothing shared": NOWHERE | {"shared_dim": 0},
     "low-rank queries": LATENT | {"query_rank": 7},
 }
 
@@ -225,7 +222,7 @@ def test_taps_show_the_heads_of_latent_attention() -> None:
 
 
 def test_flops_count_key_and_value_widths() -> None:
-    with_latents = measure(small(attention=NO_POSITIONS))
+    with_latents = measure(small(attention=NOWHERE))
     assert with_latents.flops_per_token == 6 * with_latents.active + round(6 * 3 * 2 * (10 + 5) / 2 * 8)
     linear = measure(small(attention=DELTA))
     assert linear.flops_per_token == 6 * linear.active

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import residua
 from residua.config import choices
-from residua.config.settings import ConfigError
 from residua.model.cache import BorrowedCache
 from residua.model.layer_heads import mix_layers
 from residua.model.size import measure
@@ -18,11 +17,9 @@ from tests.golden import attention as golden
 from tests.golden.compare import close, random
 from tests.model.small import small, tokens_and_targets
 from tests.model.test_attention import THETA, attention_config, check_layers, rest_of_layer
-from tests.model.test_decoding import LOOP, SHARED
+from tests.model.test_decoding import SHARED
 
 IDENTITY = {"kind": "lime", "start": "identity"}
-TWICE = {"kind": "listed", "layers": [0, 1, 1, 2]}
-TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
 LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]}
 
 
@@ -65,25 +62,6 @@ def test_layers_with_shared_heads_have_no_parameters_or_cache(name: str) -> None
     for layer, lender in enumerate(LENDERS[name]):
         assert isinstance(caches.sublayers[2 * layer], BorrowedCache) == (layer != lender)
         assert caches.sublayers[2 * layer].values is caches.sublayers[2 * lender].values
-
-
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    [
-        ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use 0 to 2"),
-        ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values separate inputs"),
-        ({"anchors": SHARED["cla"], "order": TWICE}, "order.kind = 'listed'"),
-        ({"anchors": IDENTITY, "order": TWICE}, "'lime' refers to keys and values by their layer"),
-        ({"anchors": {"kind": "depth_attention"}, "order": LOOP}, r"order\.kind = 'loop'"),
-        (
-            {"anchors": SHARED["cla"], "attention": TWO_BASES},
-            "shares keys after their rotation",
-        ),
-    ],
-)
-def test_heads_that_cannot_be_shared_are_refused(tables: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        small(**tables)
 
 
 def test_shared_values_are_not_smoothed() -> None:

@@ -1,7 +1,5 @@
 """An order of execution over layers: loops, listed layers, and counts of executions and parameters."""
 
-import re
-import tomllib
 from typing import Any
 
 import pytest
@@ -17,13 +15,12 @@ from residua.model.size import measure, measure_work
 from residua.train.optimizer import build_optimizer
 from tests.golden.compare import close, randomise
 from tests.model.depth import SMALL
-from tests.model.page_plugins import PAGES
 from tests.model.small import small, tokens_and_targets
+from tests.model.test_decoding import LOOP
+from tests.model.test_refusals import INJECTED
 from tests.trained import residua as command
 from tests.trained import train_run
 
-LOOP: dict[str, Any] = {"kind": "loop", "prelude": 1, "coda": 1, "turns": 2}
-INJECTED = {"kind": "injection", "prelude": 1, "loop": 1, "turns": 2}
 TOPOLOGIES = {name: t.model_dump(exclude_none=True) for name, t in SMALL.items() if not t.norms_inputs}
 
 
@@ -76,38 +73,12 @@ def test_one_turn_and_a_plain_list_equal_the_sequential_model() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_documented_order_is_read_as_described() -> None:
-    (table,) = re.findall(r"```toml\n(\[model\.order\].*?)```", PAGES, re.S)
-    config = small(layers=6, order=tomllib.loads(table)["model"]["order"])
-    assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5) and config.sublayers == 20
-
-
 def test_orders_expand_to_executed_layers() -> None:
     assert small(layers=5, order=LOOP | {"turns": 3}).executed == (0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4)
     assert small(order={"kind": "listed", "layers": [0, 2, 1, 2]}).sublayers == 8
     config = small(order=LOOP)
     assert ModelConfig.from_dict(config.model_dump()) == config and not small().repeats
     assert len(residua.build(config).new_cache(1, 4).sublayers) == 8
-
-
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    [
-        ({"order": LOOP | {"prelude": 2}}, "leave no layers to loop"),
-        ({"order": {"kind": "listed", "layers": [0, 1]}}, "leaves out layer 2"),
-        ({"order": {"kind": "listed", "layers": [0, 1, 2, 3]}}, "names layer 3"),
-        ({"order": LOOP, "ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}}, "ffn.kind = 'moe'"),
-        ({"order": LOOP, "reader_eps": "sum"}, "reader_eps"),
-        (
-            {"topology": INJECTED, "order": {"kind": "sequential"}},
-            r"set order=\{kind='loop', prelude=1, coda=1",
-        ),
-        ({"topology": INJECTED, "order": LOOP | {"turns": 3}}, "turns = 2, which is not"),
-    ],
-)
-def test_impossible_orders_are_refused(tables: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        small(**tables)
 
 
 def test_shards_of_single_layers_are_refused_for_loops() -> None:

@@ -19,8 +19,6 @@ from tests.model.combinations import ATTENTIONS, ONE_READ
 from tests.model.depth import SMALL
 from tests.model.small import small, tokens_and_targets
 
-SEVERAL = [name for name, topology in SMALL.items() if len(topology.reads) > 1]
-
 
 def model_of(name: str, **tables: Any) -> residua.Decoder:
     return randomise(residua.build(small(topology=SMALL[name].model_dump(exclude_none=True), **tables)), 0.1)
@@ -111,9 +109,3 @@ def test_attention_limited_to_one_read_is_refused_by_name(attention: str) -> Non
     ):
         small(layers=4, attention=ATTENTIONS[attention], topology={"kind": "mudd"})
     small(layers=4, attention=ATTENTIONS[attention], topology={"kind": "mudd", "ways": ["r"]})
-
-
-def test_unknown_ways_and_layers_are_refused() -> None:
-    for keys, words in (({"ways": []}, "must contain one or more"), ({"layers": [4]}, "layer 4, but the model has")):
-        with pytest.raises(ConfigError, match=words):
-            small(topology={"kind": "mudd", **keys})

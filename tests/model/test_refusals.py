@@ -5,24 +5,23 @@ from typing import Any
 import pytest
 
 from residua.config.settings import ConfigError
+from tests.model.combinations import ATTENTIONS, LATENT, LINEAR
 from tests.model.small import small
+from tests.model.test_decoding import LOOP, SOFTMAX
+from tests.model.test_hybrid import hybrid
 
-SOFTMAX = {"kind": "softmax", "heads": 4, "kv_heads": 2}
-LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
-LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
-DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
-KIMI = {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": LATENT | {"positions": "none"}, "linear": DELTA}
+KIMI = ATTENTIONS["hybrid kimi"]
 MOE = {"kind": "moe", "hidden": 8, "experts": 5, "top_k": 2}
 LONG = {"kind": "longrope", "short": [1.0, 2.0], "long": [3.0, 4.0], "original_context": 4}
 LLAMA = {"kind": "llama3", "factor": 2.0, "original_context": 4, "high": 1.0}
 RESFORMER = {"kind": "resformer"}
+CLA = {"kind": "cla"}
+TWICE = {"kind": "listed", "layers": [0, 1, 1, 2]}
+TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
+INJECTED = {"kind": "injection", "prelude": 1, "loop": 1, "turns": 2}
 
 
-def hybrid(every: int = 2, **options: Any) -> dict[str, Any]:
-    return {"kind": "hybrid", "softmax_every": every, "softmax": {"heads": 2} | options, "linear": LINEAR}
-
-
-ATTENTIONS: list[tuple[dict[str, Any], str]] = [
+IMPOSSIBLE_ATTENTIONS: list[tuple[dict[str, Any], str]] = [
     (SOFTMAX | {"window_layers": [0]}, "attention.window_layers needs attention.window"),
     (SOFTMAX | {"window": 2, "window_layers": [3]}, "attention.window_layers contains 3, but layers = 3"),
     (SOFTMAX | {"rope_scaling": LONG | {"short": [1.0], "long": [1.0]}}, "heads of width 4 have 2 pairs"),
@@ -80,9 +79,26 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         {"topology": {"kind": "boundary_attnres", "sublayers_per_block": 7}},
         "topology.sublayers_per_block = 7 is more than the model's 6 sublayers",
     ),
+    ({"topology": {"kind": "gated_residual"}, "norm": {"kind": "dyt"}}, "normalizes the inputs of the sublayers and"),
+    ({"topology": {"kind": "mudd", "ways": []}}, "must contain one or more"),
+    ({"topology": {"kind": "mudd", "layers": [4]}}, "layer 4, but the model has"),
+    ({"anchors": {"kind": "value_embeddings", "gate_channels": 17}}, "gate_channels = 17 is more than width = 16"),
+    ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use 0 to 2"),
+    ({"anchors": CLA, "topology": {"kind": "mudd"}}, "'mudd' gives keys and values separate inputs"),
+    ({"anchors": CLA, "order": TWICE}, "order.kind = 'listed'"),
+    ({"anchors": {"kind": "lime"}, "order": TWICE}, "'lime' refers to keys and values by their layer"),
+    ({"anchors": {"kind": "depth_attention"}, "order": LOOP}, "order.kind = 'loop'"),
+    ({"anchors": CLA, "attention": TWO_BASES}, "shares keys after their rotation"),
+    ({"order": LOOP | {"prelude": 2}}, "leave no layers to loop"),
+    ({"order": {"kind": "listed", "layers": [0, 1]}}, "leaves out layer 2"),
+    ({"order": {"kind": "listed", "layers": [0, 1, 2, 3]}}, "names layer 3"),
+    ({"order": LOOP, "ffn": MOE}, "ffn.kind = 'moe'"),
+    ({"order": LOOP, "reader_eps": "sum"}, "reader_eps"),
+    ({"topology": INJECTED, "order": {"kind": "sequential"}}, "set order={kind='loop', prelude=1, coda=1"),
+    ({"topology": INJECTED, "order": LOOP | {"turns": 3}}, "turns = 2, which is not"),
 ]
 CASES = [
-    *(({"attention": table}, words) for table, words in ATTENTIONS),
+    *(({"attention": table}, words) for table, words in IMPOSSIBLE_ATTENTIONS),
     *(({"ffn": MOE | changes}, words) for changes, words in EXPERTS),
     *OTHERS,
 ]
