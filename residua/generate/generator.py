@@ -16,7 +16,7 @@ from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
 from residua.generate.transfer import Arrival, integers, padded, send
 from residua.model.inference import Forward
-from residua.model.moe import MoE, mixtures
+from residua.model.moe import mixtures
 from residua.reading import counted
 from residua.report.terminal import Progress
 from residua.storage.tensors import overflowed
@@ -294,12 +294,8 @@ def weight_bytes(model: Decoder, rows: int) -> int:
     weights = [
         w for w in (*model.parameters(), *model.buffers()) if model.unembed is None or w is not model.embed.weight
     ]
-    return _bytes(weights) - sum(_idle_bytes(mixture, rows) for mixture in mixtures(model))
-
-
-def _idle_bytes(mixture: MoE, rows: int) -> int:
-    idle = max(0, mixture.count - rows * mixture.router.top_k)
-    return _bytes(mixture.experts.parameters()) // mixture.count * idle
+    idle = {mixture: max(0, mixture.count - rows * mixture.router.top_k) for mixture in mixtures(model)}
+    return _bytes(weights) - sum(_bytes(m.experts.parameters()) // m.count * count for m, count in idle.items())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

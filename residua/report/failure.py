@@ -55,7 +55,9 @@ def is_expected(error: BaseException) -> bool:
         return True
     place = plugin_place(error)
     if isinstance(error, UserError):
-        return place is None or isinstance(place.error, UserError) or _was_validated(error)
+        # a plugin's own tables refuse the value of a key by a `ValueError`
+        refused = any(isinstance(link, ValidationError) for link in causes(error))
+        return place is None or isinstance(place.error, UserError) or refused
     return place is None and isinstance(error, OSError) and is_disk_failure(error)
 
 
@@ -93,11 +95,6 @@ def ending() -> Iterator[None]:
     except Exception as error:
         show(describe(error))
         sys.exit(1)
-
-
-def _was_validated(error: BaseException) -> bool:
-    """Whether a table rejected the value of a key: a plugin's own tables do that with `ValueError`."""
-    return any(isinstance(link, ValidationError) for link in causes(error))
 
 
 def _sentence(error: BaseException, bug: bool) -> str:

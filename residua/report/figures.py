@@ -89,7 +89,7 @@ def curves(
     if log_y:
         up |= _logarithmic([y for curve in series for y in curve.y if y is not None])
     if whole_x:
-        across["dtick"] = _whole_step(series)
+        across["dtick"] = max(1, round(max(len(curve.x) for curve in series) / 16))
     return framed(traces, x_title, y_title, height, x=across, y=up)
 
 
@@ -99,10 +99,6 @@ def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
     decades = math.log10(max(positive) / min(positive))
     labels = {"tickformat": "~g"} if min(positive) > 1e-5 and max(positive) < 1e5 else {"exponentformat": "power"}
     return {"type": "log", "dtick": 1 if decades > 3 else "D2" if decades > 0.7 else None, **labels}
-
-
-def _whole_step(series: Sequence[Curve]) -> int:
-    return max(1, round(max(len(curve.x) for curve in series) / 16))
 
 
 def grouped_bars(

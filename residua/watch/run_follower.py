@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +206,8 @@ class Follower:
     @property
     def speed(self) -> float | None:
         """Tokens per second, the median of the last lines; the first line includes compilation."""
-        return _median(row[7] for row in self.rows["train"][1:][-RECENT:] or self.rows["train"])
+        speeds = [row[7] for row in self.rows["train"][1:][-RECENT:] or self.rows["train"] if row[7]]
+        return _number(median(speeds)) if speeds else None
 
     def state(self, now: float) -> State:
         """The run's state according to its files. A model without curves was imported: "imported"."""
@@ -300,11 +301,6 @@ def _number(value: Any) -> float | None:
     """A finite number; None for anything else, including booleans."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     return value if usable else None
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value]
-    return _number(median(known)) if known else None
 
 
 LOGS = "logs"
