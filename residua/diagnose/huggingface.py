@@ -138,9 +138,6 @@ class HuggingFaceSubject(Subject):
         inner = self.decoder[site.layer].prepared.get(id(body), [])
         return (parameter for part in (*inner, body) for parameter in part.parameters())
 
-    def source_name(self, reader: int, source: int) -> str:
-        return f"stream {source}"
-
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
         by_kind: dict[str, list[Ablation]] = {
             "layer": [

@@ -16,7 +16,7 @@ from residua.diagnose.plots import Model as Model
 from residua.diagnose.plots import Models as Models
 from residua.diagnose.plots import Topic
 from residua.diagnose.text import Sample
-from residua.report import Bar, Cell, Column, Page, Spread
+from residua.report import Bar, Cell, Column, Page, Spread, Track
 
 LAST = 1000
 
@@ -51,15 +51,12 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class LayerTrack:
-    """A column in the picture of the models: title, scale in words, meaning, and each model's cells by layer.
+class LayerTrack(Track):
+    """A column in the picture of the models, with each model's cells by layer.
 
     The final norm counts as layer `model.layers`.
     """
 
-    title: str
-    scale: str
-    meaning: str
     cells: Sequence[Mapping[int, Bar | Spread]]
 
 

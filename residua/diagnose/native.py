@@ -52,8 +52,8 @@ class NativeSubject(Subject):
             f"{config.attention.kind} attention, {config.ffn.kind} feed-forward, "
             f"{config.norm.kind}, anchors {config.anchors.kind}"
         )
-        self._names = model.topology.source_names([site.name for site in self.sites])
-        self.state_name = "residual stream" if self._names.one_stream else "sublayer input"
+        self.names = model.topology.source_names([site.name for site in self.sites])
+        self.state_name = "residual stream" if self.names.one_stream else "sublayer input"
         self._norms = [*(sublayer.norm for sublayer in model.executions), model.norm]
         self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := norm.gain()) is not None}
         self.skipped = [] if config.softmax_layers else [
@@ -84,19 +84,6 @@ class NativeSubject(Subject):
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
         return self._decoder.executions[site.index].parameters()
-
-    def source_name(self, reader: int, source: int) -> str:
-        return self._names.source(reader, source)
-
-    def initial_source(self, reader: int) -> int | None:
-        return self._names.initial(reader)
-
-    def block_of_reader(self, reader: int) -> str | None:
-        return None if self._names.block_of_reader is None else self._names.block_of_reader(reader)
-
-    def block_of_source(self, reader: int, source: int) -> str:
-        assert self._names.block_of_source is not None
-        return self._names.block_of_source(reader, source)
 
     def anchor_scales(self) -> list[AnchorFacts]:
         return [
@@ -168,7 +155,7 @@ class NativeSubject(Subject):
         ablations, named = self._decoder.topology.ablations(), defaultdict[str, dict[int, int]](dict)
         for k, sources in enumerate(ablations.sources):
             for position in range(len(sources)):
-                named[self.source_name(k + 1, position)][k] = position
+                named[self.names.source(k + 1, position)][k] = position
         return [
             Ablation("source", index, label, partial(ablations.without_source, positions))
             for index, (label, positions) in enumerate(named.items())
@@ -190,6 +177,19 @@ class NativeSubject(Subject):
         ]
 
 
+STORED = {
+    ("sublayer", "input"): ("states", 0),
+    ("sublayer", "output"): ("outputs", 0),
+    ("depth", "weights"): ("weights", 1),
+    ("depth", "beta"): ("betas", 0),
+    ("depth", "streams"): ("streams", 1),
+    ("moe", "load"): ("loads", 0),
+    ("attention", "gate"): ("gates", 0),
+    ("attention", "value_gate"): ("value_gates", 0),
+}
+"""The field of an observation for a tap; 1 for what the next reader sees."""
+
+
 class _Collector(dict[str, Tensor]):
     """Receives taps as they are published: sums queries and keys immediately, stores the rest in the observation."""
 
@@ -203,24 +203,11 @@ class _Collector(dict[str, Tensor]):
         match taps.parts(name):
             case None if name == "final.input":
                 observation.states[len(self.subject.sites)] = value
-            case "sublayer", k, "input":
-                observation.states[k] = value
-            case "sublayer", k, "output":
-                observation.outputs[k] = value
-            case "depth", k, "weights":
-                observation.weights[k + 1] = value
+            case part, k, what if (part, what) in STORED:
+                field, later = STORED[part, what]
+                getattr(observation, field)[k + later] = value
             case "depth", k, "pre":
                 observation.weights[k] = value.expand(*observation.tokens.shape, -1)
-            case "depth", k, "beta":
-                observation.betas[k] = value
-            case "depth", k, "streams":
-                observation.streams[k + 1] = value
-            case "moe", layer, "load":
-                observation.loads[layer] = value
-            case "attention", layer, "gate":
-                observation.gates[layer] = value
-            case "attention", layer, "value_gate":
-                observation.value_gates[layer] = value
             case "attention", layer, "gamma":
                 for index, pathway in enumerate(self._attention(layer).mix.pathways):  # q1, q2, k1, k2, …
                     observation.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]

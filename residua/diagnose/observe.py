@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from residua.config.settings import Frozen
 from residua.diagnose.attention import AttentionSums
+from residua.model.topology import SourceNames
 from residua.ops._runtime.numeric import wide
 
 SiteKind = Literal["attention", "linear attention", "feed-forward", "mixture of experts", "layer"]
@@ -121,8 +122,8 @@ class Subject(ABC):
     """A model under diagnosis.
 
     description: the model in words; state_name: the meaning of `states`, "residual stream" or, if sublayers read a
-    mixture of sources, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at `len(sites)`;
-    skipped: which measurements were impossible, and why.
+    mixture of sources, "sublayer input"; names: those of the sources that readers weight; gains: by site, the gain of
+    its norm [C], the final norm's at `len(sites)`; skipped: which measurements were impossible, and why.
     """
 
     name: str
@@ -134,20 +135,13 @@ class Subject(ABC):
     sites: Sequence[Site]
     layers: int
     state_name: str
+    names: SourceNames = SourceNames()
     gains: dict[int, Tensor]
     skipped: list[str]
 
     def reader_name(self, state: int) -> str:
         """The name of a state's reader for display: a sublayer, or the final norm."""
         return self.sites[state].name if state < len(self.sites) else "the final norm"
-
-    def block_of_reader(self, reader: int) -> str | None:
-        """The name of the block that a sublayer belongs to; None if depth weights are not shown by block."""
-        return None
-
-    def block_of_source(self, reader: int, source: int) -> str:
-        """The block of a source, given its index among the reader's weights; "embedding" if it belongs to none."""
-        raise NotImplementedError(f"{type(self).__name__} has no blocks")
 
     def norm_parts(self) -> dict[int, dict[str, Tensor]]:
         """By state, the named factors [C] of the norm that reads it; by default its whole gain, λ."""
@@ -168,14 +162,6 @@ class Subject(ABC):
     @abstractmethod
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
         """The parameters of one sublayer, including its norm."""
-
-    @abstractmethod
-    def source_name(self, reader: int, source: int) -> str:
-        """The name of a source, given its index among the reader's weights."""
-
-    def initial_source(self, reader: int) -> int | None:
-        """The only source that the reader uses in an untrained model; None if it starts with all sources."""
-        return None
 
     def anchor_scales(self) -> list[AnchorFacts]:
         """λ of projection mixing, without γ."""

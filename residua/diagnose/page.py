@@ -12,7 +12,7 @@ from residua.diagnose.plots import NONE, colours, owners
 from residua.diagnose.schema import Diagnosis
 from residua.diagnose.sentences import absent, described, joined, sentence
 from residua.reading import counted
-from residua.report import Bar, Card, Cell, Column, Owner, Page, Section, Spread, Strip, Track, Value
+from residua.report import Bar, Card, Cell, Column, Owner, Page, Section, Spread, Strip, Value
 from residua.report.elements import Tone
 from residua.train.telemetry_curves import Records, by_place, said
 
@@ -233,7 +233,7 @@ def add_picture(section: Section, models: Models) -> None:
         for index, (model, colour) in enumerate(zip(models, colours(models), strict=True))
     ]
     section.strips(
-        [Track(track.title, track.scale, track.meaning) for track in tracks],
+        tracks,
         strips,
         "Layers from bottom to top. Red cells are findings, blue cells are notes; hatched cells were not "
         "measured or do not exist." + (" All models share the scales." if len(models) > 1 else ""),

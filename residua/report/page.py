@@ -66,8 +66,8 @@ class Page:
             contents=contents,
             body="".join(section.html() for section in self._sections),
             made=facts_list(self._provenance),
-            style=_asset("page.css") + _asset("cards.css") + style,
-            scripts=f"{scripts}<script>{_asset('page.js')}</script>" + (f"<script>{live}</script>" if live else ""),
+            style=asset("page.css") + asset("cards.css") + style,
+            scripts=f"{scripts}<script>{asset('page.js')}</script>" + (f"<script>{live}</script>" if live else ""),
             connect="; connect-src 'self'" if live else "",
             foot=_SERVED if live else _ALONE,
         )
@@ -88,8 +88,9 @@ class Page:
 
 
 @cache
-def _asset(name: str) -> str:
-    return files("residua.report").joinpath(name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "residua.report") -> str:
+    """The text of a style sheet or a script."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 _ALONE = "Made by Residua. This page is a single file and works offline."

@@ -20,9 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
 from socketserver import TCPServer
 from threading import BoundedSemaphore, Lock, Thread
@@ -32,6 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 from residua.files import explain
 from residua.machine import python_command, python_environment
 from residua.report import Page
+from residua.report.page import asset
 from residua.report.theme import embeddable
 from residua.watch.run_list import RunList
 
@@ -243,13 +242,8 @@ def watch_page(watched: RunList, interval: float) -> str:
     curves.slots_beside({name: (words[0], words[1]) for name, words in FIGURES.items()})
     page.section("Messages").slot("messages")
     settings = embeddable(json.dumps({"interval": interval, "figures": list(FIGURES)}))
-    script = f"const watching = {settings};\n{_asset('runs.js')}\n{_asset('watch.js')}"
-    return page.html(live=script, style=_asset("watch.css"))
-
-
-@cache
-def _asset(name: str) -> str:
-    return files("residua.watch").joinpath(name).read_text(encoding="utf-8")
+    runs, watch, style = (asset(name, "residua.watch") for name in ("runs.js", "watch.js", "watch.css"))
+    return page.html(live=f"const watching = {settings};\n{runs}\n{watch}", style=style)
 
 
 @contextmanager

@@ -68,29 +68,30 @@ class DepthWeights(Metric):
         return ReaderFacts(
             reader=reader,
             name=self.subject.reader_name(reader),
-            sources=[self.subject.source_name(reader, i) for i in range(len(mean))],
-            initial=self.subject.initial_source(reader),
+            sources=[self.subject.names.source(reader, i) for i in range(len(mean))],
+            initial=self.subject.names.initial(reader),
             mean=mean,
         )
 
     def _blocks(self, means: Mapping[int, Sequence[float]]) -> list[BlockFacts]:
         """Return one entry per block that reads, in depth order, and one for the final norm."""
-        if not means or self.subject.block_of_reader(0) is None:
+        block_of_reader, block_of_source = self.subject.names.block_of_reader, self.subject.names.block_of_source
+        if not means or block_of_reader is None or block_of_source is None:
             return []
         rows: dict[str, dict[int, Sequence[float]]] = defaultdict(dict)
         # before the first output, only the embedding can be read
         for reader, mean in sorted({0: [1.0], **means}.items()):
-            inside = self.subject.block_of_reader(reader) if reader < len(self.subject.sites) else None
-            rows[inside or self.subject.reader_name(reader)][reader] = mean
-        return [self._block(name, readers) for name, readers in rows.items()]
-
-    def _block(self, name: str, readers: Mapping[int, Sequence[float]]) -> BlockFacts:
-        total: dict[str, float] = defaultdict(float)
-        for reader, mean in readers.items():
-            for source, weight in enumerate(mean):
-                total[self.subject.block_of_source(reader, source)] += weight
-        mean = [weight / len(readers) for weight in total.values()]
-        return BlockFacts(name=name, readers=list(readers), sources=list(total), mean=mean)
+            inside = reader < len(self.subject.sites)
+            rows[block_of_reader(reader) if inside else self.subject.reader_name(reader)][reader] = mean
+        blocks = []
+        for name, readers in rows.items():
+            total: dict[str, float] = defaultdict(float)
+            for reader, mean in readers.items():
+                for source, weight in enumerate(mean):
+                    total[block_of_source(reader, source)] += weight
+            means_by_block = [weight / len(readers) for weight in total.values()]
+            blocks.append(BlockFacts(name=name, readers=list(readers), sources=list(total), mean=means_by_block))
+        return blocks
 
     def findings(self, model: Model) -> list[Finding]:
         """Readers that learned to take most of their input from one source: over halfway from uniform to everything.
