@@ -69,7 +69,6 @@ class Follower:
     """A run's folder: its curves so far, and its state. Runs of a `study` have a log in the study's folder."""
 
     folder: Path
-    name: str
     study: Path | None = None
     version: int = 0
     rows: dict[str, list[Row]] = field(default_factory=lambda: {kind: [] for kind in _CURVES})
@@ -246,7 +245,6 @@ class Follower:
         validation = self.rows["validation"][-1] if self.rows["validation"] else None
         losses = [row[2] for row in self.rows["validation"] if row[2] is not None]
         return {
-            "name": self.name,
             "state": state,
             "age": None if self._written is None else max(0.0, now - self._written),
             "step": self.step,

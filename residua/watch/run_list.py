@@ -172,9 +172,7 @@ class RunList:
         gone = [place for place in self._places if place.folder not in {p.folder for p in places}]
         self._places = [*places, *(place for place in gone if self._followers[place.folder].rows["train"])][:MOST]
         for place in self._places:
-            follower = self._followers.setdefault(
-                place.folder, Follower(place.folder, place.name, place.study, version=-1)
-            )
+            follower = self._followers.setdefault(place.folder, Follower(place.folder, place.study, version=-1))
             if follower.refresh() or follower.version < 0:
                 self._change += 1
                 follower.version = self._change

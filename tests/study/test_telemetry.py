@@ -110,7 +110,7 @@ def test_the_latest_loss_is_found_after_long_telemetry_lines(tmp_path: Path) -> 
 def test_the_live_page_gets_the_peaks(tmp_path: Path) -> None:
     lines = [{**record, "peak": float(record["step"]), "seconds": 1.0} for record in records(1.0, GREW)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    follower = Follower(tmp_path, "run")
+    follower = Follower(tmp_path)
     follower.refresh()
     assert follower.messages()[0] == GREW
     assert follower.damaged == 0 and follower.curves()["telemetry"]["peak"] == [float(line["step"]) for line in lines]

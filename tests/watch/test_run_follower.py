@@ -17,7 +17,7 @@ from tests.watch.runs import STEP, lines, write_crashed, write_result, write_run
 
 
 def follow(folder: Path) -> Follower:
-    follower = Follower(folder, folder.name)
+    follower = Follower(folder)
     follower.refresh()
     return follower
 
@@ -133,7 +133,7 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     (run / "result.json").write_text("{}")  # one that does not state its steps
     follower.refresh()
     assert follower.state(written + 600) == "finished"
-    assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
+    assert Follower(tmp_path / "later").state(0.0) == "waiting"
 
 
 def test_run_ended_by_its_losses_is_stopped_with_a_reason(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_ro
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
     from residua.model.topology.inference import InferenceTopology
+    from residua.model.topology.multigate import Recovery
 
 State = tuple[Tensor, ...]
 """Tensors only, since compilation, activation checkpointing and pipeline stages pass the state on."""
@@ -158,28 +159,6 @@ class Initialization:
         return [1.0] * (sublayers + 1) if self.sum_factors is None else self.sum_factors
 
 
-class Recovery:
-    """Junctions that recover their inputs from their outputs in the backward pass.
-
-    kept: sublayers after which the junction stores its input instead, because recovery would be inexact.
-    """
-
-    def __init__(self, streams: int) -> None:
-        self.streams = streams
-        self.kept: tuple[int, ...] = ()
-
-    def amplification(self, k: int, beta: Tensor) -> Tensor | None:
-        """How much recovery after sublayer k amplifies rounding; None if it recovers nothing, or recovers exactly.
-
-        `beta` [B, T, n] are its write gates.
-        """
-        raise NotImplementedError
-
-    def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
-        """Sublayers to add to `kept`; `epsilon` is the rounding error of the streams."""
-        raise NotImplementedError
-
-
 class Boundary:
     """How a model is split along depth: the names and tensors that cross from one slice of sublayers to the next.
 
@@ -211,8 +190,8 @@ class Boundary:
 
     def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
         """End a slice: turn the output y of its last sublayer k into the tensors that cross."""
-        h, state = self._end(k, y, state, *ids)
-        items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
+        h, state = self.topology.step(k, y, state, *ids)
+        items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(state)}
         if isinstance(h, Reads):  # views, because each tensor that crosses has one name
             return {f"input.{k}.{way}": read.view_as(read) for way, read in h._asdict().items()} | items
         return items if h is state[0] else {f"input.{k}": h, **items}
@@ -227,12 +206,6 @@ class Boundary:
     def embedding(self) -> str | None:
         """The name under which the embedding crosses, if it does."""
         return None
-
-    def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Input, State]:
-        return self.topology.step(k, y, state, *ids)
-
-    def _plain(self, state: State) -> State:
-        return state
 
 
 class KeptBoundary(Boundary):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.model.taps import tap
-from residua.model.topology.base import Boundary, Items, State, Topology
+from residua.model.topology.base import Boundary, KeptBoundary, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, SourceNames, trace_rows
 from residua.ops._runtime.numeric import wide
 
@@ -62,7 +62,7 @@ class Injection(Topology):
         return h, (h,) if reader == self.starts[-1] else (h, e)
 
     def boundary(self) -> Boundary:
-        return InputBoundary(self)
+        return KeptBoundary(self, embedding=None)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         """Additions, and at each turn h, e → h; h, e, dh → dh, de."""
@@ -71,18 +71,6 @@ class Injection(Topology):
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(source=lambda reader, source: ("state", "prelude")[source])
-
-
-class InputBoundary(Boundary):
-    """The running sum and e cross; e no longer changes."""
-
-    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
-        _, (h, *held) = self.topology.step(k, y, state)
-        return {f"input.{k}": h} | ({"output.prelude": held[0]} if held else {})
-
-    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
-        h = items[f"input.{k}"]
-        return h, (h, *(items[name] for name in ("output.prelude",) if name in items))
 
 
 def _means(kept: Tensor, share: Tensor) -> Tensor:
