@@ -13,11 +13,11 @@ from residua.model.anchor_source import ExoSource
 from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
-from residua.model.decoder import Decoder, Embedding
+from residua.model.decoder import Decoder
 from residua.model.ffn import FeedForward
 from residua.model.inference import bare_attention, bare_ffn, inference_topology
 from residua.model.norm import RMSNorm
-from residua.model.projection import is_watched
+from residua.model.projection import Embedding, is_watched
 from residua.ops.whole_layers import launch
 from residua.ops.whole_layers.launch import Junctions, Layer, Layers, Shape, Vectors
 

@@ -12,7 +12,7 @@ from residua.config import choices
 from residua.model.anchors import LayerPlace, Projections, Unmixed, Write
 from residua.model.context import Anchors, Context
 from residua.model.equivalence import InitFidelity, take_parameters
-from residua.model.projection import Projection
+from residua.model.projection import Embedding, Projection
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import wide
 
@@ -98,17 +98,6 @@ def build_gated_values(config: choices.GatedValue, place: LayerPlace) -> Unmixed
     return GatedValues(config, place)
 
 
-class ValueTable(nn.Embedding):
-    """Token vectors [V, H_kv·D], initialised normal with `std`."""
-
-    def __init__(self, vocabulary: int, width: int, *, std: float) -> None:
-        self.std = std  # set first: nn.Embedding's constructor initialises the weight
-        super().__init__(vocabulary, width)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-
-
 class ValueEmbedding(AddedValues):
     """Value embeddings: some layers add a learned vector for each token to its values.
 
@@ -125,7 +114,7 @@ class ValueEmbedding(AddedValues):
     def __init__(self, config: choices.ValueEmbeddings, place: LayerPlace) -> None:
         super().__init__(place.sections)
         self.scale, self.shape = config.gate_scale, place.sections["v"]
-        self.table = ValueTable(place.vocabulary, place.shape.rows("v"), std=place.std)
+        self.table = Embedding(place.vocabulary, place.shape.rows("v"), std=place.std)
         self.gate_weight = nn.Parameter(torch.empty(place.shape.heads["v"], config.gate_channels))
         self.reset_parameters()
 

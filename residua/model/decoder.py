@@ -36,26 +36,11 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
+from residua.model.projection import Embedding
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
 from residua.ops._runtime.numeric import begins, soft_cap, working_dtype
-
-
-class Embedding(nn.Embedding):
-    """Token vectors [V, C], initialised normal with `std`, or zero if 0; `scale` multiplies the output."""
-
-    def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
-        # set first: nn.Embedding's constructor initialises the weight; serving engines look for `embed_scale`
-        self.std, self.embed_scale = std, scale
-        super().__init__(vocabulary, width)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = embedding(tokens, self.weight)
-        return x if self.embed_scale == 1 else x * self.embed_scale
 
 
 class Places(Embedding):

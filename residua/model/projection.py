@@ -1,9 +1,9 @@
-"""Linear maps, with their initialisation and the declarations that Muon needs."""
+"""Linear maps and tables of vectors, with their initialisation and the declarations that Muon needs."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 STEERING = ("*.gates", "*.decay", "*.gamma.down", "*.gamma.up")
 """Names of small maps that control others (decay, mixing): cheap in high precision, and rounding them is costly."""
@@ -46,6 +46,22 @@ class BiasedProjection(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias.to(self.weight.dtype))
+
+
+class Embedding(nn.Embedding):
+    """Token vectors [V, C], initialised normal with `std`, or zero if 0; `scale` multiplies the output."""
+
+    def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
+        # set first: nn.Embedding's constructor initialises the weight; serving engines look for `embed_scale`
+        self.std, self.embed_scale = std, scale
+        super().__init__(vocabulary, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std) if self.std else nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = embedding(tokens, self.weight)
+        return x if self.embed_scale == 1 else x * self.embed_scale
 
 
 def projection(
