@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from residua.ops._runtime.numeric import wide
 
 CLOSED = 0.2
 """A gate below this is nearly closed."""
+TOKENS_AT_ONCE = 256
 
 
 def peak_and_sizes(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,6 +27,14 @@ def relative_sizes(sizes: Tensor) -> Tensor:
     """
     middle = sizes.sort(-1).values[..., (sizes.shape[-1] - 1) // 2, None]
     return sizes / middle.clamp(min=1e-30)
+
+
+def cosines(rows: Sequence[Tensor], widened: Callable[[Tensor], Tensor] = wide) -> Iterator[Tensor]:
+    """The cosine of every two of some vectors [N, C] for each token, [tokens, rows, rows], a few tokens at a time."""
+    for start in range(0, len(rows[0]), TOKENS_AT_ONCE):
+        x = torch.stack([widened(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)
+        u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        yield (u @ u.transpose(1, 2)).double().clamp(-1, 1)
 
 
 def depth_entropy(weights: Tensor) -> Tensor:

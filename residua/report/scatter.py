@@ -143,7 +143,10 @@ class Scatter:
             for point, centre in zip(self.points, centres, strict=True)
         ]
         occupied: list[Box] = [*self._frame(), *((x - 6, y - 6, x + 6, y + 6) for x, y in centres)]
-        light = [box for point in self.points for box in self._whisker_boxes(point)]
+        whiskers = [ends for point in self.points for ends in self._whiskers(point)]
+        light = [
+            (min(x1, x2) - 1, min(y1, y2) - 1, max(x1, x2) + 1, max(y1, y2) + 1) for (x1, y1), (x2, y2) in whiskers
+        ]
         light += [box for line in self.lines for box in self._line_boxes(line)]
         light = _near(light, [box for boxes in labels for box in boxes.values()])
         sides = []
@@ -175,32 +178,21 @@ class Scatter:
                 boxes.append((x - 2, y - 2, x + 2, y + 2))
         return boxes
 
-    def _whisker_boxes(self, point: Point) -> list[Box]:
-        boxes = []
-        for ends, across in ((point.x_ends, True), (point.y_ends, False)):
-            for (x1, y1), (x2, y2) in self._whisker(point, ends, across):
-                boxes.append((min(x1, x2) - 1, min(y1, y2) - 1, max(x1, x2) + 1, max(y1, y2) + 1))
-        return boxes
-
-    def _whisker(
-        self, point: Point, ends: tuple[float, float] | None, across: bool
-    ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-        """The line segments of an interval in pixels, clipped at the frame."""
-        if ends is None:
-            return []
+    def _whiskers(self, point: Point) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+        """The ends of its intervals in pixels, clipped at the frame."""
         (left, right), (low, high) = self.ranges
-        if across:
-            first, last = (min(max(end, left), right) for end in ends)
-            return [(self._pixel(first, point.y), self._pixel(last, point.y))]
-        first, last = (min(max(end, low), high) for end in ends)
-        return [(self._pixel(point.x, first), self._pixel(point.x, last))]
+        if point.x_ends is not None:
+            first, last = (min(max(end, left), right) for end in point.x_ends)
+            yield self._pixel(first, point.y), self._pixel(last, point.y)
+        if point.y_ends is not None:
+            first, last = (min(max(end, low), high) for end in point.y_ends)
+            yield self._pixel(point.x, first), self._pixel(point.x, last)
 
     def _drawn_whiskers(self, point: Point) -> str:
-        lines = [*self._whisker(point, point.x_ends, True), *self._whisker(point, point.y_ends, False)]
         return "".join(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{point.colour}" stroke-width="1.5" '
             'stroke-opacity="0.55"/>'
-            for (x1, y1), (x2, y2) in lines
+            for (x1, y1), (x2, y2) in self._whiskers(point)
         )
 
     def _drawn_line(self, line: Line) -> str:

@@ -28,6 +28,7 @@ from residua.diagnose.plots import (
 from residua.diagnose.sentences import listed, short, sureness, token
 from residua.diagnose.text import Sample
 from residua.errors import UserError
+from residua.model.gauges import cosines
 from residua.ops._runtime.numeric import wide
 from residua.report import Bar, Cell, Column
 from residua.report.figures import Figure, heatmap
@@ -293,9 +294,6 @@ def _peaks(model: Model, high: float) -> dict[int, Bar]:
     return bars
 
 
-TOKENS_AT_ONCE = 256
-
-
 class SimilarityKeys(Frozen):
     """Mean over tokens of cos(x_l, x_m) and of arccos(cos(x_l, x_m))/π for every pair of states, [S, S]."""
 
@@ -311,14 +309,11 @@ class Similarity(Metric):
 
     def add(self, observation: Observation) -> None:
         rows = [observation.states[k].flatten(0, 1) for k in sorted(observation.states)]
-        for start in range(0, len(rows[0]), TOKENS_AT_ONCE):
-            x = torch.stack([wide(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)
-            u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-            cosine = (u @ u.transpose(1, 2)).double().clamp(-1, 1)
+        for cosine in cosines(rows):
             # a state's angle to itself is zero; arccos of a rounded 1 would not be
             cosine.diagonal(dim1=1, dim2=2).fill_(1.0)
-            self.means["cosine"].add(cosine.sum(0), len(u))
-            self.means["angle"].add((cosine.arccos() / torch.pi).sum(0), len(u))
+            self.means["cosine"].add(cosine.sum(0), len(cosine))
+            self.means["angle"].add((cosine.arccos() / torch.pi).sum(0), len(cosine))
 
     def facts(self) -> SimilarityKeys:
         cosine, angle = self.means["cosine"].value(), self.means["angle"].value()

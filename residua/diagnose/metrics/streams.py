@@ -27,11 +27,11 @@ from residua.diagnose.plots import (
 )
 from residua.diagnose.sentences import listed
 from residua.diagnose.text import Sample
+from residua.model.gauges import cosines
 from residua.ops._runtime.numeric import wide
 from residua.report import theme
 from residua.report.figures import Figure, curves
 
-TOKENS_AT_ONCE = 256
 STILL = 0.05
 """A stream stands still if no two of its states are further apart than this fraction of a half turn."""
 
@@ -74,12 +74,8 @@ class Streams(Metric):
         in_order = [streams for _, streams in sorted(observation.streams.items())]
         for i in range(max((streams.shape[-2] for streams in in_order), default=0)):
             rows = [streams[..., i, :].flatten(0, 1) for streams in in_order if streams.shape[-2] > i]
-            for start in range(0, observation.tokens.numel(), TOKENS_AT_ONCE):
-                # in float64, an unwritten stream appears to turn by 1e-8 instead of 1e-4
-                x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in rows], 1).double()
-                u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-                cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
-                self.means[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
+            for cosine in cosines(rows, Tensor.double):  # in float32, an unwritten stream appears to turn by 1e-4
+                self.means[i].add((cosine.arccos() / torch.pi).sum(0), len(cosine))
 
     def _add_reader(self, reader: int, streams: Tensor) -> None:
         """Add the mean cosine between streams, and the largest |s| of each."""
