@@ -103,7 +103,8 @@ def _picture(page: Page, result: QuantizationResult) -> None:
         "Layer by layer",
         "Healthy: bars of similar length. A red cell is a module whose error stands out; look at its largest channel.",
     )
-    parts = list(dict.fromkeys(part for m in result.modules if (part := _part(m))))
+    placed = {place: m for m in result.modules if (place := sentences.split(m.name)) is not None}
+    parts = list(dict.fromkeys(part for _, part in placed))
     highest = max(module.error for module in result.modules) or 1.0
     peak = max([10.0, *(o.ratio for m in result.modules for o in m.outliers)])
     odd = sentences.standing_out(result)
@@ -116,27 +117,18 @@ def _picture(page: Page, result: QuantizationResult) -> None:
         Track("channel", f"log, 1 to {peak:.3g}×", "Peak of the largest input channel over the median channel's.")
     )
     rows: dict[str, list[Bar | Spread | None]] = {}
-    inside = [m for m in result.modules if _part(m)]
-    layers = sorted({place[0] for m in inside if (place := sentences.split(m.name))}, reverse=True)
-    for layer in layers:
-        by_part = {part: m for m in inside if (part := _part(m)) and sentences.split(m.name) == (layer, part)}
-        cells = [_bar(by_part[part], highest, by_part[part] in odd) if part in by_part else None for part in parts]
-        rows[f"layer {layer}"] = [*cells, _channel(list(by_part.values()), peak)]
-    outside = [m for m in result.modules if not _part(m)]
-    for module in outside:
-        rows[module.name] = [
-            _bar(module, highest, module in odd), *[None] * (len(parts) - 1), _channel([module], peak)
-        ]  # fmt: skip
+    for layer in sorted({layer for layer, _ in placed}, reverse=True):
+        own = [placed.get((layer, part)) for part in parts]
+        cells = [None if m is None else _bar(m, highest, m in odd) for m in own]
+        rows[f"layer {layer}"] = [*cells, _channel([m for m in own if m is not None], peak)]
+    for module in (m for m in result.modules if sentences.split(m.name) is None):
+        empty = [None] * (len(parts) - 1)
+        rows[module.name] = [_bar(module, highest, module in odd), *empty, _channel([module], peak)]
     section.strips(
         tracks,
         [Strip(result.scheme, theme.colour(1), rows)],
         "Layers from bottom to top. Red cells stand out; hatched ones are in high precision or do not exist.",
     )
-
-
-def _part(module: ModuleError) -> str:
-    place = sentences.split(module.name)
-    return "" if place is None else place[1]
 
 
 def _bar(module: ModuleError, highest: float, odd: bool) -> Bar:
@@ -209,7 +201,7 @@ def _row(module: ModuleError) -> list[str | Value]:
     channels = ", ".join(f"{o.channel}: {o.ratio:.3g}×" for o in module.outliers)
     shares = ", ".join(f"{o.share:.0%}" for o in module.outliers)
     errors = [f"{value:.2%}" for value in (module.error, module.activation_error, module.weight_error)]
-    name = Value(module.name, sentences.place(module.name)) if _part(module) else module.name
+    name = Value(module.name, sentences.place(module.name)) if sentences.split(module.name) else module.name
     return [name, sentences.shapes(module.shape), *errors, Value(channels, f"{shares} of the error")]
 
 

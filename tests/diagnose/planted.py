@@ -45,6 +45,14 @@ def control(**tables: Any) -> Decoder:
     return model
 
 
+@torch.no_grad()
+def stirred(model: Decoder) -> Decoder:
+    """The model with its topology away from its start."""
+    for parameter in model.topology.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
 def sample(dtype: torch.dtype = torch.int64) -> Sample:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(1, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator).to(dtype)

@@ -19,11 +19,7 @@ KINDS: tuple[AblationKind, ...] = ("layer", "sublayer", "head", "source", "strea
 
 
 def model_of(topology: str, **changes: Any) -> Decoder:
-    model = planted.control(topology=TOPOLOGIES[topology] | changes)
-    with torch.no_grad():
-        for parameter in model.topology.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    return planted.stirred(planted.control(topology=TOPOLOGIES[topology] | changes))
 
 
 def loss(model: Decoder, ablation: Ablation | None = None) -> float:

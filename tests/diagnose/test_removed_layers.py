@@ -22,12 +22,7 @@ TEXT = planted.sample()
 
 
 def model_of(**topology: Any) -> Decoder:
-    torch.manual_seed(0)
-    model = planted.control(topology=topology).double()
-    with torch.no_grad():
-        for parameter in model.topology.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    return planted.stirred(planted.control(topology=topology).double())
 
 
 def output(model: Decoder, k: int, h: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def test_phases_decode_like_the_model(name: str, layers: int, monkeypatch: pytes
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
 
 
+GROUPED = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
 MIXED = list(product(["elementwise", "headwise", "scalar"], [False, True]))
 
 
@@ -87,14 +88,12 @@ def test_phases_mix_first_layer_values_like_the_model(case: tuple[str, bool], mo
     """Grouped heads, of whose group one program writes the anchor; the last layer mixes after one that did."""
     granularity, folded = case
     topology = TOPOLOGIES["two streams" if folded else "additive"][0]
-    attention = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
-    built = value_residuals(topology, granularity, layers=3, attention=attention)
+    built = value_residuals(topology, granularity, layers=3, attention=GROUPED)
     if folded:
         assert fold_mixing(built) == 2
     check(built, 2, monkeypatch)
 
 
-GROUPED = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
 GATED, BY_HEAD = ({"attention": GROUPED | {"gate": gate}} for gate in ("elementwise", "headwise"))
 EXO, DYNAMIC = {"kind": "exoformer"}, {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 6}}
 WITH_GATES: dict[str, dict[str, Any]] = {
