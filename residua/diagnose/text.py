@@ -54,6 +54,10 @@ class Sample:
         """The text of a token, for display."""
         return f"#{token}" if self.tokenizer is None else self.tokenizer.decode([token])
 
+    def opening(self, tokens: int) -> list[str]:
+        """The texts of the first tokens of the first sequence."""
+        return [self.text_of(token) for token in self.tokens[0, :tokens].tolist()]
+
     def first(self, tokens: int) -> Sample:
         """The first whole sequences, up to this many tokens (but at least one)."""
         rows = max(1, tokens // self.tokens.shape[1])

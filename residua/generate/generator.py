@@ -154,12 +154,8 @@ class Generator:
         """The tokens of each prompt, and how many more may follow. Refuses prompts that cannot be continued."""
         if not prompts:
             raise UserError("there is no prompt: give the model a text to continue.")
-        rows = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        rows = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         return rows, [self._limit(row, request) for row in rows]
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt."""
-        return self.tokenizer.encode(prompt)
 
     def _decode(self, batch: _Batch, logits: Tensor, cache: Cache, request: Request, progress: Progress) -> int:
         seeds = [request.sampling.seed + i for i in range(len(batch.limits))]

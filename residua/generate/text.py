@@ -92,6 +92,6 @@ class Conversation:
         room = max(1, self.generator.model.config.context - self.request.tokens)
         for first in range(len(self.turns)):
             prompt = "".join(self.turns[first:])
-            if len(self.generator.encode(prompt)) <= room:
+            if len(self.generator.tokenizer.encode(prompt)) <= room:
                 return prompt
         return self.turns[-1]

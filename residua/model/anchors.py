@@ -205,10 +205,6 @@ class Unmixed(nn.Module):
         """Start as another layer's mixing, pathway by pathway. A newly mixed pathway starts with λ1 = 0."""
         return InitFidelity.EXACTLY if old.plain else InitFidelity.NOT
 
-    def mixes(self, pathway: str) -> bool:
-        """Whether this pathway is mixed with an anchor or becomes one."""
-        return pathway in self.pathways
-
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the layer's input."""
         return ()

@@ -396,7 +396,7 @@ class SoftmaxAttention(Body):
 
     def _divide_values(self) -> Callable[[Tensor], None] | None:
         """Without anchors, divides the rows of W_v; with anchors, which all layers share, only λ can be divided."""
-        if not self.mix.mixes("v"):
+        if "v" not in self.mix.pathways:
             return partial(divide_rows, self.project, sum(self.rows[:2]), self.rows[2])
         return self.mix.divide_values()
 

@@ -84,11 +84,13 @@ def table(
 
 def meanings(columns: Sequence[Column]) -> str:
     """A collapsed list of the columns' meanings; empty if there are none."""
-    terms = "".join(
-        f"<dt>{escape(column.title)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns if column.meaning
-    )
+    return _meanings((column.title, column.meaning) for column in columns if column.meaning)
+
+
+def _meanings(terms: Iterable[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(title)}</dt><dd>{escape(meaning)}</dd>" for title, meaning in terms)
     summary = "<summary>What the columns mean</summary>"
-    return f'<details class="meanings">{summary}<dl>{terms}</dl></details>' if terms else ""
+    return f'<details class="meanings">{summary}<dl>{items}</dl></details>' if items else ""
 
 
 def cell(content: Cell) -> str:
@@ -270,15 +272,11 @@ def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str) 
         f'<th scope="col">{escape(track.title)}<small>{escape(track.scale)}</small></th>' for track in tracks
     )
     shown = "".join(_strip(strip, f"<td></td>{head}", len(strips) > 1) for strip in strips)
-    terms = "".join(
-        f"<dt>{escape(track.title)}</dt><dd>{escape(track.meaning)} Scale: {escape(track.scale)}.</dd>"
-        for track in tracks
-    )
     several = " several" if len(strips) > 1 else ""
     return (
         f'<figure class="strips{several}" role="group" aria-label="{escape(caption)}"><div class="side">{shown}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
-        f'<details class="meanings"><summary>What the columns mean</summary><dl>{terms}</dl></details>'
+        + _meanings((track.title, f"{track.meaning} Scale: {track.scale}.") for track in tracks)
     )
 
 

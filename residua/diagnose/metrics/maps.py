@@ -67,13 +67,9 @@ class AttentionMaps(Metric):
     def facts(self) -> Frozen:
         if not self.first:
             return AttentionMapKeys()
-        tokens = self.sample.tokens[0, :CORNER].tolist()
         mean = torch.stack([corner.mean(0) for corner in self.first.values()]).mean(0)
-        return AttentionMapKeys(
-            attention_map=AttentionMap(
-                tokens=[self.sample.text_of(token) for token in tokens], values=_weight_rows(mean)
-            )
-        )
+        tokens = self.sample.opening(CORNER)
+        return AttentionMapKeys(attention_map=AttentionMap(tokens=tokens, values=_weight_rows(mean)))
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
@@ -94,12 +90,11 @@ class AttentionLayerMaps(AttentionMaps):
     file_place, page_place = 52, 23
 
     def facts(self) -> AttentionLayerMapKeys:
-        return AttentionLayerMapKeys(
-            attention_layer_maps=[
-                AttentionLayerMap(layer=layer, heads=[_weight_rows(head) for head in corner])
-                for layer, corner in self.first.items()
-            ]
-        )
+        maps = [
+            AttentionLayerMap(layer=layer, heads=[_weight_rows(head) for head in corner])
+            for layer, corner in self.first.items()
+        ]
+        return AttentionLayerMapKeys(attention_layer_maps=maps)
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
@@ -199,14 +194,9 @@ class TokenMaps(Metric):
 
     def facts(self) -> Frozen:
         mean = torch.stack(list(self.first.values())).mean(0)
-        tokens = self.sample.tokens[0, :TOKENS].tolist()
-        return TokenMapKeys(
-            token_map=TokenMap(
-                tokens=[self.sample.text_of(token) for token in tokens],
-                dimensions=self._dimensions(),
-                values=self._rows(mean),
-            )
-        )
+        tokens = self.sample.opening(TOKENS)
+        token_map = TokenMap(tokens=tokens, dimensions=self._dimensions(), values=self._rows(mean))
+        return TokenMapKeys(token_map=token_map)
 
     def _dimensions(self) -> list[int]:
         assert self.sums is not None
@@ -239,11 +229,8 @@ class LayerMaps(TokenMaps):
     def facts(self) -> LayerMapKeys:
         sites = self.subject.sites
         shown = [k for k in self.first if k == len(sites) or k == 0 or sites[k].layer != sites[k - 1].layer]
-        return LayerMapKeys(
-            layer_maps=[
-                LayerMap(state=k, name=self.subject.reader_name(k), values=self._rows(self.first[k])) for k in shown
-            ]
-        )
+        maps = [LayerMap(state=k, name=self.subject.reader_name(k), values=self._rows(self.first[k])) for k in shown]
+        return LayerMapKeys(layer_maps=maps)
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
