@@ -139,11 +139,9 @@ class Layer:
 
     def join(self, part: nn.Module) -> None:
         """Merge a body into the next one, whose input it prepares."""
-        place = next(n for n, body in enumerate(self.bodies) if body is part)
-        following = self.bodies[place + 1]
-        parts = [*self.prepared.pop(id(part), []), part]
-        self.prepared[id(following)] = [*self.prepared.get(id(following), []), *parts]
-        self.bodies = [body for body in self.bodies if body is not part]
+        following = self.bodies[self.bodies.index(part) + 1]
+        self.prepared.setdefault(id(following), []).extend([*self.prepared.pop(id(part), []), part])
+        self.bodies.remove(part)
 
 
 def main_input(args: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
@@ -247,7 +245,7 @@ def _layer(module: nn.Module, run: _Probe) -> Layer:
     ranked = {key: index for index, key in enumerate(run.order)}
     parts = [part for part in _parts(module, run) if id(part) in run.keeps]
     norms = [part for part in parts if is_norm(part, run.width) or id(part) in run.plain_norms]
-    bodies = [p for p in parts if not any(p is norm for norm in norms) and any(w.dim() >= 2 for w in p.parameters())]
+    bodies = [part for part in parts if part not in norms and any(w.dim() >= 2 for w in part.parameters())]
     return Layer(module, sorted(bodies, key=lambda body: ranked[id(body)]), norms, run.runs[id(module)])
 
 
