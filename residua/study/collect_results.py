@@ -54,15 +54,12 @@ class _Collection:
     timings: Mapping[tuple[str, str], Timings]
 
     def runs(self, size: str, name: str) -> dict[int, RunRecord]:
-        """The runs of a variant by seed, excluding the ladder's."""
-        key = (size, name, 1.0)
-        return {r.seed: record for r, record in self.records.items() if (r.size, r.variant, r.budget) == key}
+        """The complete runs of a variant by seed, excluding the ladder's."""
+        return {seed: record for seed, record in self._planned(size, name).items() if record is not None}
 
     def _planned(self, size: str, name: str) -> dict[int, RunRecord | None]:
-        """The same, including runs without a record."""
-        return {
-            r.seed: self.records.get(r) for r in self.plan.runs if (r.size, r.variant, r.budget) == (size, name, 1.0)
-        }
+        """The same, with None for runs without a record."""
+        return {r.seed: self.records.get(r) for r in self.plan.compared if (r.size, r.variant) == (size, name)}
 
     def row(self, size: str, name: str) -> VariantResult:
         study, level, ours = self.study, self.study.confidence, self.runs(size, name)
@@ -101,20 +98,13 @@ class _Collection:
         level = self.study.confidence
         losses, reference = ({seed: run.final_loss for seed, run in runs.items()} for runs in (ours, baseline))
         timings, timed = (self.timings.get((size, who), {}) for who in (name, self.study.baseline))
-        gains = compare(ours, baseline, self._equivalent(size, name, ours), timings, timed, level)
         # Throughput is compared over the seeds at which the baseline's speed is known.
         paired = [r for s, r in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)]
-        equivalent = gains.equivalent
         return {
             "difference": paired_difference(losses, reference, level),
             "text_error": text_error(ours, baseline),
-            "step_gain": gains.step,
-            "equivalent_tokens": None if equivalent is None else equivalent.interval,
-            "extrapolated": equivalent is not None and equivalent.extrapolated,
             "tokens_per_second": _speed(paired) or _speed(ours.values()),
-            "throughput_ratio": gains.throughput,
-            "wall_clock_gain": gains.wall_clock,
-            "timing": gains.timing,
+            **compare(ours, baseline, self._equivalent(size, name, ours), timings, timed, level),
         }
 
     def _equivalent(self, size: str, name: str, ours: Runs) -> Gain | None:
@@ -202,7 +192,7 @@ class _Collection:
                 cell: (models[cell[0]].flops_per_token * cell[1], cell[1] / parameters[cell[0]]) for cell in gains.cells
             }
             if (far := gains.project(points, to)) is not None:
-                projected.append(ProjectedGain(name=name, compute=to[0], tokens=far.gain, trend=far.trend))
+                projected.append(ProjectedGain(name=name, compute=to[0], tokens=far[0], trend=far[1]))
         return law, tuple(projected)
 
     def ladder(self, size: str) -> LadderResult:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -338,26 +337,19 @@ class StudyConfig(WholeConfig):
         return self
 
 
-@dataclass(frozen=True)
-class Matched:
-    """A model, its parameter count, and the change that matching made (empty if none)."""
+def match(name: str, model: ModelConfig, target: int, rule: Match) -> tuple[ModelConfig, str]:
+    """Change `model` by `rule` until the matched number is within tolerance of `target`; ConfigError if that fails.
 
-    model: ModelConfig
-    parameters: int
-    change: str
-
-
-def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
-    """Change `model` by `rule` until the matched number is within tolerance of `target`; ConfigError if that fails."""
-    parameters = _measured(model, NoMatch())
+    Returns the model and the change in words, empty if there is none.
+    """
     if isinstance(rule, NoMatch):
-        return Matched(model, parameters, "")
-    if _off(_measured(model, rule), target) <= rule.tolerance:
-        return Matched(model, parameters, _change(model, model, rule))
-    candidate = _nearest_depth(model, target, rule) if isinstance(rule, MatchDepth) else model
+        return model, ""
+    candidate = model
+    if isinstance(rule, MatchDepth) and _off(_measured(model, rule), target) > rule.tolerance:
+        candidate = _nearest_depth(model, target, rule)
     if _off(_measured(candidate, rule), target) > rule.tolerance:
         candidate = _nearest_width(name, candidate, target, rule)
-    return Matched(candidate, _measured(candidate, NoMatch()), _change(model, candidate, rule))
+    return candidate, _change(model, candidate, rule)
 
 
 def _measured(model: ModelConfig, rule: Match) -> int:

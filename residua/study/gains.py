@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict
 
@@ -53,17 +53,6 @@ MIN_POOLED_VARIANTS = 3
 MIN_P = 1e-16
 
 
-@dataclass(frozen=True)
-class Gains:
-    """A variant against the baseline; None if not measured. `equivalent` is None without a ladder."""
-
-    step: Interval | None
-    equivalent: Gain | None
-    throughput: Interval | None
-    wall_clock: Interval | None
-    timing: StepTiming | None
-
-
 def compare(
     ours: Runs,
     baseline: Runs,
@@ -71,8 +60,11 @@ def compare(
     timings: Timings,
     baseline_timings: Timings,
     confidence: float,
-) -> Gains:
-    """The gains of a variant's complete runs; `equivalent` is its gain in tokens from a ladder."""
+) -> dict[str, Any]:
+    """The gains of a variant's complete runs, as fields of VariantResult; None if not measured.
+
+    `equivalent` is its gain in tokens from a ladder.
+    """
     pairs = [(ours[seed], baseline[seed]) for seed in sorted(ours.keys() & baseline.keys())]
     steps = [gain for a, b in pairs if (gain := step_gain(a.loss_curve, b.loss_curve)) is not None]
     step = estimate_ratio(steps, confidence) if steps else None
@@ -82,7 +74,14 @@ def compare(
     throughput = estimate_ratio(speeds, confidence) if speeds else None
     if alone:
         throughput = timed_ratio(*alone[-1], confidence)
-    return Gains(step, equivalent, throughput, product(equivalent or step, throughput), alone[-1][0] if alone else None)
+    return {
+        "step_gain": step,
+        "equivalent_tokens": None if equivalent is None else equivalent.interval,
+        "extrapolated": equivalent is not None and equivalent.extrapolated,
+        "throughput_ratio": throughput,
+        "wall_clock_gain": product(equivalent or step, throughput),
+        "timing": alone[-1][0] if alone else None,
+    }
 
 
 def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Interval:

@@ -149,10 +149,13 @@ class JointGains:
         low, high = (None if math.isnan(edge) else float(edge) for edge in (gains.low[0], gains.high[0]))
         return Gain(value, len(ours), float(gains.error[0]), low, high, float(self._fit.freedom), outside)
 
-    def project(self, points: Mapping[Cell, tuple[float, float]], to: tuple[float, float]) -> Projection | None:
+    def project(
+        self, points: Mapping[Cell, tuple[float, float]], to: tuple[float, float]
+    ) -> tuple[Interval, Interval] | None:
         """The gain projected to compute and tokens per parameter `to`; `points` has both for every cell.
 
-        None with one size, one run per cell or no degrees of freedom, or if a gain is unknown.
+        The second interval is the factor by which the gain changes per tenfold compute. None with one size, one run per
+        cell or no degrees of freedom, or if a gain is unknown.
         """
         cells = [cell for cell in self._rows.cells if cell in points]
         repeated = any(len(losses) > 1 for losses in self._ours.values())
@@ -171,15 +174,7 @@ class JointGains:
             low, high = math.exp(middle - half * wide), math.exp(middle + half * wide)
             return Interval(math.exp(middle), count, wide, low, high, float(self._fit.freedom))
 
-        return Projection(around(value, error), around(slope * math.log(10), slope_error * math.log(10)))
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A gain extrapolated beyond the runs, and the factor by which it changes per tenfold compute."""
-
-    gain: Interval
-    trend: Interval
+        return around(value, error), around(slope * math.log(10), slope_error * math.log(10))
 
 
 @dataclass(frozen=True)

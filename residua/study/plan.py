@@ -165,12 +165,11 @@ def _models(study: StudyConfig, base: RunConfig, smallest: RunConfig) -> dict[st
     models = {}
     for name in study.variants:
         config = vary(study, base, name)
-        matched = match(name, config.model, target, study.match)
-        size = measure(matched.model)
-        config = config.model_copy(update={"model": matched.model})
-        config = config.override(length)
+        model, matching = match(name, config.model, target, study.match)
+        size = measure(model)
+        config = config.model_copy(update={"model": model}).override(length)
         changes = tuple(variants.overrides(study.variants[name], base.model))
-        models[name] = PlannedModel(config, changes, matched.change, size.parameters, float(size.flops_per_token))
+        models[name] = PlannedModel(config, changes, matching, size.parameters, float(size.flops_per_token))
     return models
 
 

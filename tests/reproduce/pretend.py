@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.config import variants as known
+from residua.model.size import measure
 from residua.study.config import StudyConfig, match
 from residua.study.plan import PlannedModel, PlannedRun, StudyPlan, base_run
 from residua.study.records import Peaks, RunRecord
@@ -29,13 +30,13 @@ def saved_study(ends: dict[str, float], variants: dict[str, list[str]] | None = 
     for size in study.sizes:
         base = base_run(study, size)
         reference = base.override(known.overrides(study.variants[study.baseline], base.model))
-        target = match(study.baseline, reference.model, 1, StudyConfig(variants=given, match={"kind": "none"}).match)
+        target = measure(reference.model).parameters
         for place, (name, entries) in enumerate(study.variants.items()):
             changes = known.overrides(entries, base.model)
             config = base.override(changes)
-            matched = match(name, config.model, target.parameters, study.match)
-            config = config.model_copy(update={"model": matched.model})
-            models[size, name] = PlannedModel(config, tuple(changes), matched.change, matched.parameters, 1e6)
+            model, matching = match(name, config.model, target, study.match)
+            config = config.model_copy(update={"model": model})
+            models[size, name] = PlannedModel(config, tuple(changes), matching, measure(model).parameters, 1e6)
             for seed in study.seeds if name in ends else ():
                 run = PlannedRun(name, size, seed, config, Path("runs") / f"{size}-{name}-seed{seed}")
                 runs.append(run)

@@ -187,13 +187,13 @@ def test_a_gain_that_falls_with_compute_is_projected() -> None:
     truth = {c: np.exp(0.5 - 0.05 * np.log(at[c][0] / LARGEST[0]) - 0.1 * np.log(at[c][1] / 20)) for c in cells}
     losses = {c: {s: joint(c[0], truth[c] * c[1]) + 0.01 * s for s in range(2)} for c in cells}
     found = JointGains(ladders(), losses).project(at, LARGEST)
-    assert found is not None and found.gain.value == pytest.approx(np.exp(0.5), rel=2e-3)
-    assert found.trend.value == pytest.approx(10**-0.05, rel=2e-3)
+    assert found is not None and found[0].value == pytest.approx(np.exp(0.5), rel=2e-3)
+    assert found[1].value == pytest.approx(10**-0.05, rel=2e-3)
     here = {c: losses[c] for c in cells if c[0] == "a"}
     assert JointGains(ladders(), here).project(at, LARGEST) is None  # one size has no trend
     along = {c: losses[c] for c in cells if abs(at[c][1] - 20) < 1}
     found = JointGains(ladders(), along).project(at, LARGEST)
-    assert found is not None and found.gain.value == pytest.approx(np.exp(0.5), rel=2e-3)
+    assert found is not None and found[0].value == pytest.approx(np.exp(0.5), rel=2e-3)
 
 
 class Simulated:

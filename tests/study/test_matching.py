@@ -29,10 +29,9 @@ def base_and_size(name: str) -> tuple[RunConfig, int]:
 def test_every_known_variant_matches_within_half_a_percent(pair: tuple[str, str]) -> None:
     base, name = pair
     run, target = base_and_size(base)
-    matched = match(name, run.override(overrides([name], run.model)).model, target, MatchFFN())
-    size = measure(matched.model)
-    assert abs((matched.parameters - size.tables) / target - 1) <= 0.005
-    assert matched.parameters == size.parameters
+    matched, _ = match(name, run.override(overrides([name], run.model)).model, target, MatchFFN())
+    size = measure(matched)
+    assert abs((size.parameters - size.tables) / target - 1) <= 0.005
 
 
 def exoformer(base: ModelConfig) -> ModelConfig:
@@ -41,17 +40,16 @@ def exoformer(base: ModelConfig) -> ModelConfig:
 
 def test_gates_and_anchors_narrow_the_ffn_with_a_note() -> None:
     base = ModelConfig.preset("mini")
-    matched = match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
-    width = matched.model.ffn.hidden
+    matched, change = match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
+    width = matched.ffn.hidden
     assert width < base.ffn.hidden and width % 8 == 0
-    assert matched.change == f"FFN width {base.ffn.hidden} → {width}"
+    assert change == f"FFN width {base.ffn.hidden} → {width}"
 
 
 def test_a_variant_that_fits_or_is_not_matched_is_unchanged() -> None:
     base = ModelConfig.preset("mini")
     for variant, rule in ((base.override(["topology.kind=full_attnres"]), MatchFFN()), (exoformer(base), NoMatch())):
-        matched = match("variant", variant, measure(base).parameters, rule)
-        assert (matched.model, matched.change) == (variant, "")
+        assert match("variant", variant, measure(base).parameters, rule) == (variant, "")
 
 
 def test_unmatchable_variants_are_refused_in_one_sentence() -> None:
@@ -64,10 +62,10 @@ def test_unmatchable_variants_are_refused_in_one_sentence() -> None:
 
 def test_depth_matching_drops_layers_first_and_trims_the_rest() -> None:
     base = ModelConfig.preset("mgr-s-prenorm")
-    matched = match("exoformer", exoformer(base), measure(base).parameters, MatchDepth())
-    assert matched.model.layers < base.layers
-    assert abs(matched.parameters / measure(base).parameters - 1) <= 0.005
-    assert matched.change.startswith(f"layers {base.layers} → {matched.model.layers}")
+    matched, change = match("exoformer", exoformer(base), measure(base).parameters, MatchDepth())
+    assert matched.layers < base.layers
+    assert abs(measure(matched).parameters / measure(base).parameters - 1) <= 0.005
+    assert change.startswith(f"layers {base.layers} → {matched.layers}")
 
 
 def test_embedding_tables_are_free_unless_counted() -> None:
@@ -77,16 +75,16 @@ def test_embedding_tables_are_free_unless_counted() -> None:
     assert size.tables == -(-base.layers // 2) * 1024 * base.width
     assert size.flops_per_token - plain.flops_per_token == 6 * (size.parameters - size.tables - plain.parameters)
     matched = match("value_embeddings", variant, plain.parameters, MatchFFN())
-    assert matched.model == variant
-    assert matched.change == f"{size.tables:,} in token tables excluded"
-    counted = match("value_embeddings", variant, plain.parameters, MatchFFN(tables="counted", tolerance=0.01))
-    assert counted.model.ffn.hidden < base.ffn.hidden and abs(counted.parameters / plain.parameters - 1) <= 0.01
+    assert matched == (variant, f"{size.tables:,} in token tables excluded")
+    counted, _ = match("value_embeddings", variant, plain.parameters, MatchFFN(tables="counted", tolerance=0.01))
+    assert counted.ffn.hidden < base.ffn.hidden
+    assert abs(measure(counted).parameters / plain.parameters - 1) <= 0.01
 
 
 def test_flops_are_matched_with_attention_included() -> None:
     base = ModelConfig.preset("mini")
     target = measure(base).flops_per_token
-    matched = match("longer", base.override(["context=4096"]), target, MatchFLOPs())
-    assert abs(measure(matched.model).flops_per_token / target - 1) <= 0.005
-    assert matched.change == f"FFN width {base.ffn.hidden} → {matched.model.ffn.hidden} for equal FLOPs"
-    assert matched.model.ffn.hidden < base.ffn.hidden
+    matched, change = match("longer", base.override(["context=4096"]), target, MatchFLOPs())
+    assert abs(measure(matched).flops_per_token / target - 1) <= 0.005
+    assert change == f"FFN width {base.ffn.hidden} → {matched.ffn.hidden} for equal FLOPs"
+    assert matched.ffn.hidden < base.ffn.hidden
