@@ -14,7 +14,7 @@ from residua.study.config import StudyConfig
 from residua.study.gains import Race, Timings, adjusted, compare, concluded, race
 from residua.study.ladder import FittedLaw, Gain, JointGains, Ladder, equivalent_tokens, fit_law, fit_laws
 from residua.study.plan import RUNS, PlannedRun, StudyPlan
-from residua.study.records import DIAGNOSIS, Peaks, RunRecord, comparable, known
+from residua.study.records import DIAGNOSIS, RunRecord, comparable, known
 from residua.study.results import (
     PROJECTED,
     DatasetFacts,
@@ -280,13 +280,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
         loss=record.final_loss,
         bits_per_byte=record.final_bits_per_byte,
         tokens=record.tokens,
-        tokens_per_second=known(record.tokens_per_second),
-        memory_gib=known(record.memory_gib),
-        train_loss=known(record.train_loss),
-        peaks=Peaks.of(record.telemetry),
-        outliers=record.outliers,
-        accuracies=record.accuracies,
-        quantized=record.quantized,
+        **record.stored,
         diagnosis=f"{RUNS}/{run.folder.name}/{DIAGNOSIS}" if (run.folder / DIAGNOSIS).exists() else None,
     )
 

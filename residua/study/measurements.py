@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from rich.console import Console
 
@@ -70,14 +70,8 @@ OUR_TEXT = "the validation text of "
 """How a study's diagnoses name their text, followed by the name of its folder."""
 
 
-class Measurement(Protocol):
-    """A measurement of trained runs, which skips measurements already on disk."""
-
-    def measure(self, plan: StudyPlan, console: Console) -> None: ...
-
-
 class RunMeasurement:
-    """A measurement made per run and stored in its folder: `waits` selects the runs, `measure_run` measures one.
+    """A measurement made once per run and stored in its folder: `waits` selects the runs, `measure_run` measures one.
 
     After one of `errors`, the run has no numbers: the reason is printed, and the next run is measured.
     """
@@ -239,18 +233,11 @@ def quantized_copy(model: Decoder, name: str, text: CalibrationText, calibration
     return copy
 
 
-class Questions(Protocol):
-    """Opened tasks."""
-
-    @property
-    def asked(self) -> Mapping[str, str]:
-        """A digest of each task's questions, by name; it changes when they do."""
-
-    def score(self, scorer: Scorer, name: str, progress: Progress) -> TaskAccuracy: ...
-
-
 def open_questions(tasks: Tasks) -> Questions:
-    """Open the tasks of a study; refuse unknown names here, before anything is trained."""
+    """Open the tasks of a study; refuse unknown names here, before anything is trained.
+
+    `asked` of the result is a digest of each task's questions, by name; it changes when they do.
+    """
     return _HarnessTasks(tasks) if tasks.folder is None else _LocalTasks(tasks, Path(tasks.folder))
 
 
@@ -306,6 +293,9 @@ class _HarnessTasks:
         if score is None:
             raise UserError(f"lm-eval reports no accuracy of {name}: choose a task of multiple-choice questions.")
         return TaskAccuracy(value=score.value, error=score.error, asked=self.asked[name])
+
+
+Questions = _LocalTasks | _HarnessTasks
 
 
 class Job(NamedTuple):

@@ -305,6 +305,17 @@ class RunRecord:
             return self.memory
         return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The measurements that results.json and a results file store under the same names."""
+        return {
+            "tokens_per_second": known(self.tokens_per_second),
+            "memory_gib": known(self.memory_gib),
+            "train_loss": known(self.train_loss),
+            "peaks": Peaks.of(self.telemetry),
+            **{key: getattr(self, key) for key in ("outliers", "accuracies", "quantized")},
+        }
+
     def filled(self, other: RunRecord) -> RunRecord:
         """Add the measurements of the trained model that only `other`, the same run elsewhere, has."""
         keys = ("telemetry", "outliers", "accuracies", "quantized", "final")

@@ -36,7 +36,7 @@ from residua.study.plan import (
     rate_changes,
     tuned_for,
 )
-from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord, known
+from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord
 from residua.study.results import DatasetFacts, StudyResult
 from residua.study.timing import StepTiming
 from residua.train.environment import START
@@ -303,14 +303,11 @@ def save_study(
                 steps=run.config.train.steps,
                 environment=environments.index(about),
                 started=sessions[0].get("started", ""),
-                tokens_per_second=known(record.tokens_per_second),
-                memory_gib=known(record.memory_gib),
                 train=Points.of(evenly(record.train, POINTS)),
                 validation=Points.of(record.validation),
-                train_loss=known(record.train_loss),
-                peaks=Peaks.of(record.telemetry),
                 inspection=Inspection.rounded(record.inspection),
-                **{key: getattr(record, key) for key in OF_THE_MODEL},
+                final=record.final,
+                **record.stored,
             )
         )
     bases = {name: portable_run(base) for name, base in (study.bases or {}).items()}

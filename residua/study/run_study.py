@@ -8,15 +8,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from residua.config.settings import ConfigError
 from residua.study.collect_results import collect
 from residua.study.config import StudyConfig
 from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
 from residua.study.measurements import (
     DiagnosisMeasurement,
-    Measurement,
     OutlierMeasurement,
     PrecisionMeasurement,
     Questions,
+    RunMeasurement,
     TaskMeasurement,
     open_questions,
     refuse_other_questions,
@@ -57,13 +58,14 @@ def run_study(
     with lock_results(results):
         study = settle(study, out, results)
         whole, questions = begin(study, out, console, results, command)
-        whole.require_weights()
+        if missing := whole.missing_weights():
+            raise ConfigError(missing)
         link_results(out, results)
         if whole.plan.trials:
             tune_rates(study, whole.plan, out, console)
             whole = join(study, plan_study(study, out, whole.dataset, results), out, whole.dataset, results, command)
-        with LiveProgress(console, whole.new) as progress:
-            problems = run_plan(study, whole.new, out, SaveAfterEachRun(progress, whole))
+        with LiveProgress(console, whole.new, after_each=whole.write) as progress:  # a killed study loses no numbers
+            problems = run_plan(study, whole.new, out, progress)
         keep_timings(whole.study, whole.plan, out, whole.timings)
         for measurement in measurements_of(study, whole, questions):
             measurement.measure(whole.plan, console)
@@ -92,7 +94,9 @@ def begin(
     return whole, questions
 
 
-def measurements_of(study: StudyConfig, whole: StudyRecords, questions: Questions | None) -> Iterator[Measurement]:
+def measurements_of(
+    study: StudyConfig, whole: StudyRecords, questions: Questions | None
+) -> Iterator[TimingMeasurement | RunMeasurement]:
     """The measurements of a study, in order."""
     yield TimingMeasurement(study, whole.out, whole.known)
     yield OutlierMeasurement()
@@ -102,18 +106,6 @@ def measurements_of(study: StudyConfig, whole: StudyRecords, questions: Question
         yield PrecisionMeasurement(study)
     if study.diagnose:
         yield DiagnosisMeasurement(study, whole.out, whole.dataset)
-
-
-class SaveAfterEachRun:
-    """A Watcher that saves the numbers after every run, so that a killed study loses none."""
-
-    def __init__(self, shown: LiveProgress, records: StudyRecords) -> None:
-        self._records = records
-        self.started, self.advanced, self._finished = shown.started, shown.advanced, shown.finished
-
-    def finished(self, run: PlannedRun, problem: str) -> None:
-        self._finished(run, problem)
-        self._records.write()
 
 
 def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:

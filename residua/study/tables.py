@@ -65,7 +65,7 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
                               row.parameters)),
         _MainColumn("validation loss", f"cross-entropy in nats per token after the last step{on_text}: mean over "
             "seeds ± standard error; n is given where runs are missing. Lower is better",
-            lambda row: _loss(row.loss, seeds)),
+            lambda row: _mean(row.loss, ".4f", ".4f", seeds=seeds)),
         _MainColumn("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer",
             lambda row: Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}")),
         _MainColumn(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
@@ -93,7 +93,7 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
             lambda row: Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB")),
         _MainColumn("training loss", "mean over the last 200 steps, or the last tenth of a short run, in nats per "
             "token: mean over seeds ± standard error",
-            lambda row: _loss(row.train_loss, seeds),
+            lambda row: _mean(row.train_loss, ".4f", ".4f", seeds=seeds),
             shown=any(row.train_loss is not None for row in rows)),  # results of older versions lack it
     ]  # fmt: skip
     return [column for column in declared if column.shown]
@@ -150,7 +150,7 @@ def precision_table(result: StudyResult, size: str) -> DataTable | None:
          [Value(f"{low.sink_ratio:.4g}") for low in lows]),
         (Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the validation text "
             "used during training"),
-         [_loss(low.loss) for low in lows]),
+         [_mean(low.loss, ".4f", ".4f") for low in lows]),
         *((Column(recipe, f"loss after {_describe_recipe(recipe)}, and the increase over high precision"),
            [_quantized(low.losses[recipe], low.costs[recipe]) for low in lows]) for recipe in lows[0].losses),
     )  # fmt: skip
@@ -297,7 +297,13 @@ def _tasks(result: StudyResult, size: str) -> DataTable | None:
         "hard tasks, where differences mean nothing.",
         _named(row.name for row in rows),
         first,
-        (difference, [SAME if row.name == result.baseline else _change(changes.get(row.name)) for row in rows]),
+        (
+            difference,
+            [
+                SAME if row.name == result.baseline else _difference(changes.get(row.name), "+.2f", scale=100)
+                for row in rows
+            ],
+        ),
         *others,
     )
 
@@ -312,7 +318,7 @@ def _low_tasks(result: StudyResult, size: str) -> DataTable | None:
              [_accuracy(low) for low in means]),
             (Column(f"Δ {recipe} [{level}]", "minus that of the same models in high precision, in points, with its "
                     f"{level} Student-t interval. If it contains 0, no change was shown"),
-             [_change(None if low is None else low.change) for low in means]),
+             [_difference(None if low is None else low.change, "+.2f", scale=100) for low in means]),
         ]  # fmt: skip
     look_for = (
         "Mean accuracy over tasks after quantization, in %. Changes are relative to the same models before "
@@ -329,17 +335,7 @@ def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
 
 
 def _accuracy(value: TaskMeans | LowTaskMeans | None) -> Value:
-    return _mean(None if value is None else value.accuracy, ".2f", ".2f", 100)
-
-
-def _change(difference: Interval | None) -> Value:
-    """A difference of accuracies in percentage points, with its interval."""
-    if difference is None:
-        return Value(NONE)
-    shown = f"{100 * difference.value:+.2f}"
-    if difference.low is None or difference.high is None:
-        return Value(shown, "(n=1, no interval)", difference.value)
-    return Value(shown, f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]", difference.value)
+    return _mean(None if value is None else value.accuracy, ".2f", ".2f", scale=100)
 
 
 def _outliers(result: StudyResult, size: str) -> DataTable | None:
@@ -362,10 +358,12 @@ def _outliers(result: StudyResult, size: str) -> DataTable | None:
     )  # fmt: skip
 
 
-def _mean(value: Interval | None, form: str = ".4g", error: str = ".2g", scale: float = 1) -> Value:
+def _mean(value: Interval | None, form: str = ".4g", error: str = ".2g", scale: float = 1, seeds: int = 0) -> Value:
+    """Mean and standard error, with the number of runs if it is 1 or less than `seeds`."""
     if value is None:
         return Value(NONE)
-    detail = "(n=1)" if value.error is None else f"± {scale * value.error:{error}}"
+    runs = f" (n={value.count})" if value.count < seeds else ""
+    detail = "(n=1)" if value.error is None else f"± {scale * value.error:{error}}{runs}"
     return Value(f"{scale * value.value:{form}}", detail, value.value)
 
 
@@ -417,9 +415,7 @@ def _factor(values: Sequence[float | None], level: float) -> Value:
     known = [value for value in values if value]
     if len(known) < len(values):
         return Value(NONE)
-    ratio = estimate_ratio(known, level)
-    ends = "(n=1, no interval)" if ratio.low is None else f"[{ratio.low:.3g}, {ratio.high:.3g}]"
-    return Value(f"{ratio.value:.3g}×", ends, ratio.value)
+    return _difference(estimate_ratio(known, level), ".3g", "×")
 
 
 def _rates(result: StudyResult, size: str) -> DataTable | None:
@@ -451,19 +447,14 @@ def _named(variants: Iterable[str]) -> tuple[Column, list[Value]]:
     return VARIANT, [Value(name) for name in variants]
 
 
-def _loss(value: Interval | None, seeds: int = 0) -> Value:
-    """Mean and standard error, with the number of runs if it is 1 or less than `seeds`."""
+def _difference(value: Interval | None, form: str = "+.4f", unit: str = "", scale: float = 1) -> Value:
+    """A value with its interval."""
     if value is None:
         return Value(NONE)
-    runs = f" (n={value.count})" if value.count < seeds else ""
-    return Value(f"{value.value:.4f}", "(n=1)" if value.error is None else f"± {value.error:.4f}{runs}")
-
-
-def _difference(value: Interval | None) -> Value:
-    if value is None:
-        return Value(NONE)
-    interval = "(n=1, no interval)" if value.low is None else f"[{value.low:+.4f}, {value.high:+.4f}]"
-    return Value(f"{value.value:+.4f}", interval)
+    ends = "(n=1, no interval)"
+    if value.low is not None and value.high is not None:
+        ends = f"[{scale * value.low:{form}}, {scale * value.high:{form}}]"
+    return Value(f"{scale * value.value:{form}}{unit}", ends, value.value)
 
 
 def _ratio(value: Interval | None, mark: str = "") -> Value:

@@ -345,10 +345,13 @@ def choose_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedR
 
 
 class LiveProgress:
-    """A Watcher that draws bars on a terminal; in a log it prints one line per finished run."""
+    """A Watcher that draws bars on a terminal; in a log it prints one line per finished run.
 
-    def __init__(self, console: Console, plan: StudyPlan) -> None:
-        self._console = console
+    It calls `after_each` once a run's result is printed.
+    """
+
+    def __init__(self, console: Console, plan: StudyPlan, after_each: Callable[[], object] = lambda: None) -> None:
+        self._console, self._after_each = console, after_each
         self._logged = {run: steps_done(run.folder) for run in plan.runs}
         self._steps = {run: _begins_after(run, step) for run, step in self._logged.items()}
         self._total = sum(run.config.train.steps for run in plan.runs)
@@ -404,9 +407,10 @@ class LiveProgress:
         self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
         if problem:
             self._console.print(outcome(f"{run.title}: {problem}", good=False))
-            return
-        loss = read_run(run.folder, run.config).final_loss
-        self._console.print(outcome(f"{run.title}: validation loss {loss:.4f}  ").append(self._status(), "dim"))
+        else:
+            loss = read_run(run.folder, run.config).final_loss
+            self._console.print(outcome(f"{run.title}: validation loss {loss:.4f}  ").append(self._status(), "dim"))
+        self._after_each()
 
     def _status(self) -> str:
         done = sum(self._steps.values())

@@ -411,14 +411,12 @@ def dataset_sentence(result: StudyResult) -> str:
 def side_by_side_sentence(result: StudyResult) -> str:
     """How speeds were measured: in isolation, or while runs shared the machine; empty if runs were sequential."""
     timed = [(row, row.timing) for row in result.variants if row.timing is not None]
+    if not timed and result.side_by_side < 2:
+        return ""
     if not timed:
         return (
-            ""
-            if result.side_by_side < 2
-            else (
-                f"{result.side_by_side} runs shared this machine and slowed each other down: measure speeds "
-                "and wall-clock gains with --time-alone before relying on them."
-            )
+            f"{result.side_by_side} runs shared this machine and slowed each other down: measure speeds "
+            "and wall-clock gains with --time-alone before relying on them."
         )
     devices = ", ".join(sorted({timing.device for _, timing in timed}))
     rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
