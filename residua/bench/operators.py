@@ -42,7 +42,11 @@ class OpResult:
 
 def implementations(device: torch.device, names: Sequence[str]) -> dict[str, Callable[[Function], Function]]:
     """The ways to run a case: the fused path (on a GPU), the reference, the compiled reference."""
-    known = {"fused": _fused, "reference": _reference, "compiled": _compiled}
+    known: dict[str, Callable[[Function], Function]] = {
+        "fused": lambda function: function,
+        "reference": _reference,
+        "compiled": lambda function: _reference(torch.compile(function, dynamic=False)),
+    }
     for name in names:
         if name not in known:
             raise UserError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
@@ -162,24 +166,10 @@ def _memory(work: Callable[[], object], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
-def _fused(function: Function) -> Function:
-    return function
-
-
 def _reference(function: Function) -> Function:
     def run(*inputs: Tensor) -> Sequence[Tensor]:
         with ops.backend("reference"):
             return function(*inputs)
-
-    return run
-
-
-def _compiled(function: Function) -> Function:
-    compiled: Function = torch.compile(function, dynamic=False)
-
-    def run(*inputs: Tensor) -> Sequence[Tensor]:
-        with ops.backend("reference"):
-            return compiled(*inputs)
 
     return run
 

@@ -19,6 +19,7 @@ from residua.cli.options import (
     argument,
     option,
     say,
+    split_names,
     use_threads,
 )
 from residua.errors import UserError
@@ -80,7 +81,7 @@ def evaluate(
     Without --task-dir, tasks come from lm-evaluation-harness, which downloads its data
     (pip install 'residua[eval]').
     """
-    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    names = split_names(tasks)
     if task_dir is not None and not names:
         raise UserError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
     from residua.evaluate.tasks import open_tasks, refuse_text, text_advice

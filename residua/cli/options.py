@@ -129,9 +129,9 @@ def command_line() -> str:
     return shlex.join(["residua", *words])
 
 
-def split_names(text: str) -> list[str]:
-    """`a, b` as a list of names."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+def split_names(text: str | None) -> list[str]:
+    """`a, b` as a list of names; empty without a text."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def parse_tune(text: str | None) -> dict[str, list[str]] | None:

@@ -31,19 +31,8 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 SCALE = "1/32"
 DEMO_OPTIONS = (
-    "demo",
-    "data",
-    "sizes",
-    "rows",
-    "seeds",
-    "set",
-    "workers",
-    "threads",
-    "task-dir",
-    "limit",
-    "plan",
-    "results",
-)
+    "demo", "data", "sizes", "rows", "seeds", "set", "workers", "threads", "task-dir", "limit", "plan", "results",
+)  # fmt: skip
 
 
 @app.command()
@@ -112,10 +101,10 @@ def reproduce(
     console = open_console()
     share = parse_scale(scale or SCALE)
     request = Request(
-        scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
-        data=None if data is None else str(data), workers=workers, threads=threads,
-        task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
-        calibration=calibration, demo=demo,
+        scale=share, sizes=tuple(split_names(sizes)), rows=tuple(split_names(rows)), seeds=seeds,
+        set=tuple(change or ()), data=None if data is None else str(data), workers=workers, threads=threads,
+        task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks,
+        tune=tuple((parse_tune(tune) or {}).get("lr", ())), calibration=calibration, demo=demo,
     )  # fmt: skip
     others = {"study": study, "run": run, "results": results, "plan": plan}  # a request with the options for training
     options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
@@ -172,12 +161,3 @@ def _tell(reproduced: Reproduced, console: Console) -> None:
     for line in reproduced.lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     say(console, f"\nReport: {reproduced.outcome.report.resolve()}")
-
-
-def _multiples(text: str | None) -> tuple[str, ...]:
-    table = parse_tune(text)
-    return () if table is None else tuple(table["lr"])
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return () if text is None else tuple(split_names(text))

@@ -6,7 +6,7 @@ The pictures show the cost of a variant's step against its token gain, and the l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
@@ -132,60 +132,77 @@ def _estimate(name: str, look: theme.Look, value: Interval) -> Estimate:
 
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
     """A quantity per sublayer, on a logarithmic axis; None if no run was inspected."""
-    series = []
-    for name, tables in _inspections(records, "sublayers"):
-        values = _mean_rows([[row[key] for row in table] for table in tables])
-        if values:
-            series.append(_curve(looks(records)[name], name, list(enumerate(values)), markers=True))
-    if not series:
+    if not (series := _by_place(records, "sublayers", "sublayer", key)):
         return None
     return curves(series, "sublayer (even: attention, odd: FFN)", y_title, log_y=True, whole_x=True)
 
 
 def depth_weights(records: Records) -> dict[str, Figure]:
     """The mean weight of every source at every reader, for variants with depth weights."""
-    figures = {}
-    for name, tables in _inspections(records, "depth_weights"):
-        rows = [_mean_rows([table["mean"][r] for table in tables]) for r in range(len(tables[0]["mean"]))]
-        readers = [*(str(k + 1) for k in tables[0]["readers"][:-1]), "head"]
-        figures[name] = _matrix(rows, readers, "source (0 is the embedding, or starts as it)", "mean weight")
-    return figures
+
+    def rows(table: Any) -> dict[str, list[float]]:
+        readers = [*(str(k + 1) for k in table["readers"][:-1]), "head"]
+        return dict(zip(readers, table["mean"], strict=True))
+
+    source = "source (0 is the embedding, or starts as it)"
+    return _maps(records, "depth_weights", rows, source, "mean weight", "input of sublayer")
 
 
 def gate_writes(records: Records) -> dict[str, Figure]:
     """β of Multi-Gate Residuals and highways: how much of each stream a sublayer replaces."""
-    figures = {}
-    for name, tables in _inspections(records, "beta"):
-        rows = [_mean_rows([table[r]["mean"] for table in tables]) for r in range(len(tables[0]))]
-        writers = [str(row["sublayer"]) for row in tables[0]]
-        figures[name] = _matrix(rows, writers, "stream", "mean β", y_title="written by sublayer")
-    return figures
+
+    def rows(table: Any) -> dict[str, list[float]]:
+        return {str(row["sublayer"]): row["mean"] for row in table}
+
+    return _maps(records, "beta", rows, "stream", "mean β", "written by sublayer")
 
 
 def expert_loads(records: Records) -> dict[str, Figure]:
     """The load of every expert (1 is its fair share), for variants with experts."""
-    figures = {}
-    for name, tables in _inspections(records, "experts"):
-        fair = [[[share * len(row["load"]) for share in row["load"]] for row in table] for table in tables]
-        rows = [_mean_rows([table[r] for table in fair]) for r in range(len(tables[0]))]
-        layers = [str(row["layer"]) for row in tables[0]]
-        figures[name] = _matrix(rows, layers, "expert", "load, 1 is equal", y_title="layer")
-    return figures
+
+    def rows(table: Any) -> dict[str, list[float]]:
+        return {str(row["layer"]): [share * len(row["load"]) for share in row["load"]] for row in table}
+
+    return _maps(records, "experts", rows, "expert", "load, 1 is equal", "layer")
 
 
 def attention_gates(records: Records) -> dict[str, Figure]:
     """Per layer: the mean of the attention gate, and the share of nearly closed gates."""
     figures = {}
     for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
-        series = []
-        for name, tables in _inspections(records, "gates"):
-            values = _mean_rows([[row[key] for row in table] for table in tables])
-            layers = [row["layer"] for row in tables[0]]  # hybrids have gates in some layers only
-            if values:
-                points = list(zip(layers, values, strict=True))
-                series.append(_curve(looks(records)[name], name, points, markers=True))
-        if series:
+        if series := _by_place(records, "gates", "layer", key):
             figures[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
+    return figures
+
+
+def _by_place(records: Records, section: str, place: str, key: str) -> list[Curve]:
+    """A curve per variant: the mean over its runs of `key`, by layer or sublayer (hybrids have gates in some only)."""
+    series = []
+    for name, tables in _inspections(records, section):
+        values = _mean_rows([[row[key] for row in table] for table in tables])
+        if values:
+            points = [(row[place], value) for row, value in zip(tables[0], values, strict=True)]
+            series.append(_curve(looks(records)[name], name, points, markers=True))
+    return series
+
+
+def _maps(
+    records: Records,
+    section: str,
+    rows: Callable[[Any], dict[str, list[float]]],
+    x_title: str,
+    value: str,
+    y_title: str,
+) -> dict[str, Figure]:
+    """A heat map per variant: the mean over its runs of the `rows` of a section."""
+    figures = {}
+    for name, tables in _inspections(records, section):
+        every = [rows(table) for table in tables]
+        means = [_mean_rows([each[row] for each in every]) for row in every[0]]
+        width, highest = max(map(len, means)), max(map(max, means))
+        padded = [[*row, *[None] * (width - len(row))] for row in means]
+        x = [str(i) for i in range(width)]
+        figures[name] = heatmap(padded, x, list(every[0]), x_title, y_title, value, bounds=(0.0, highest))
     return figures
 
 
@@ -241,15 +258,6 @@ def gains_over_compute(result: StudyResult) -> Figure | None:
             low, high = [start, reach[0]], [start, reach[1]]
             series.append(_curve(look, name, drawn, markers=True, low=low, high=high, dash="dash", legend=False))
     return curves(series, "training FLOPs of the baseline", "equivalent tokens", log_x=True) if series else None
-
-
-def _matrix(
-    rows: Sequence[Sequence[float]], names: Sequence[str], x_title: str, value: str, y_title: str = "input of sublayer"
-) -> Figure:
-    width = max(len(row) for row in rows)
-    padded = [[*row, *[None] * (width - len(row))] for row in rows]
-    highest = max(max(row) for row in rows)
-    return heatmap(padded, [str(i) for i in range(width)], names, x_title, y_title, value, bounds=(0.0, highest))
 
 
 def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None = None) -> list[Curve]:

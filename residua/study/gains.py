@@ -194,10 +194,13 @@ def concluded(result: StudyResult) -> StudyResult:
     """Drop the gains per second that the study cannot state, and correct and shrink the intervals."""
     unstated = {"wall_clock_gain": None}
     rows = [row if speed_is_shown(row, result) else row.model_copy(update=unstated) for row in result.variants]
-    intervals: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
+    keys = ("corrected", "equivalent_corrected", "difference_corrected", "shrunk")
+    intervals: dict[int, dict[str, Interval | None]] = {
+        index: dict.fromkeys(keys) for index, row in enumerate(rows) if row.name != result.baseline
+    }
     alpha = 1.0 - result.confidence
     for size in result.sizes:
-        compared = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
+        compared = {i: rows[i] for i in intervals if rows[i].size == size}
         factors = {i: (row.equivalent_tokens or row.step_gain, row.throughput_ratio) for i, row in compared.items()}
         families = {
             "corrected": {i: of_ratio(row.wall_clock_gain, factors[i], alpha) for i, row in compared.items()},
@@ -210,11 +213,7 @@ def concluded(result: StudyResult) -> StudyResult:
         seconds = {i: row.wall_clock_gain for i, row in compared.items()}
         for i, value in shrunk({i: gain for i, gain in seconds.items() if gain is not None}).items():
             intervals[i]["shrunk"] = value
-    keys = ("corrected", "equivalent_corrected", "difference_corrected", "shrunk")
-    again = tuple(
-        row.model_copy(update=dict.fromkeys(keys) | intervals[index]) if row.name != result.baseline else row
-        for index, row in enumerate(rows)
-    )
+    again = tuple(row.model_copy(update=intervals.get(index, {})) for index, row in enumerate(rows))
     projected = _projected(result.projected, {row.name: row for row in again if row.size == result.sizes[-1]}, alpha)
     return result.model_copy(update={"variants": again, "projected": projected})
 
