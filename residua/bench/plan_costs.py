@@ -251,7 +251,6 @@ def sent_by(d: Division) -> Sent:
     slices = parallel.slices if divided else shard
     muon = 1 / shard if uses_muon(d.config) else 0.0
     exchange = (matrices - divided) * others + divided * (slices - 1) / slices
-    travelling = expert_traffic(d.config, places / 2, d.tokens / t, d.micro)
 
     width, tokens = d.config.model.width, d.tokens
     exchanged = 2 * tokens * width * (t - 1) / t
@@ -266,12 +265,10 @@ def sent_by(d: Division) -> Sent:
         stages=2 * d.micro * sum(d.hops) / parallel.pipeline / t / d.context,
         tensor=exchanged * passes,
         context=rounds * 2 * 2 * tokens * _key_width(d.config) / t,
-        tokens=travelling.tokens,
-        experts=travelling.weights,
         units=ceil((matrices - divided) * t / unit_size(d)) if matrices else 0,
         tensor_collectives=float(passes),
         context_collectives=float(rounds),
-        token_exchanges=travelling.exchanges,
+        **expert_traffic(d.config, places / 2, d.tokens / t, d.micro),
     )
 
 
@@ -336,15 +333,6 @@ def _softmax_layers(d: Division) -> float:
     return layers / d.parallel.pipeline
 
 
-@dataclass(frozen=True)
-class ExpertTraffic:
-    """Bytes that a rank sends in a step, as token rows and as expert weights, and the number of row exchanges."""
-
-    tokens: float = 0.0
-    weights: float = 0.0
-    exchanges: float = 0.0
-
-
 def divided_parameters(config: RunConfig, layers: float) -> float:
     """The expert parameters in `layers` layers that are divided among ranks and not gathered with their layer."""
     model, ffn = config.model, config.model.ffn
@@ -354,22 +342,22 @@ def divided_parameters(config: RunConfig, layers: float) -> float:
     return float(ffn.mixtures(model.layers) * ffn.experts * matrices * ffn.hidden * model.width) * layers / model.layers
 
 
-def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> ExpertTraffic:
-    """The bytes that a rank with `layers` layers sends for `micro` micro-batches of `tokens` tokens each."""
+def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> dict[str, float]:
+    """What a rank with `layers` layers sends for `micro` micro-batches of `tokens` tokens each, by the keys of Sent."""
     ffn, parallel = config.model.ffn, config.parallel
     if parallel.experts == 1:
-        return ExpertTraffic()
+        return dict.fromkeys(("tokens", "experts", "token_exchanges"), 0.0)
     share = layers / config.model.layers  # share of the whole model
     mixtures = ffn.mixtures(config.model.layers) * share
     recomputed = config.train.recompute == "sublayers"
     trips = 6 if recomputed else 4
     rows = tokens * ffn.top_k * (parallel.experts - 1) / parallel.experts
     gathered = divided_parameters(config, layers) / parallel.experts
-    return ExpertTraffic(
-        tokens=trips * 2 * config.model.width * rows * mixtures * micro,
-        weights=(2 + 2 + 4) * gathered * (parallel.slices - 1) / parallel.slices * micro,
-        exchanges=(trips + (2 if recomputed else 1)) * mixtures * micro,
-    )
+    return {
+        "tokens": trips * 2 * config.model.width * rows * mixtures * micro,
+        "experts": (2 + 2 + 4) * gathered * (parallel.slices - 1) / parallel.slices * micro,
+        "token_exchanges": (trips + (2 if recomputed else 1)) * mixtures * micro,
+    }
 
 
 def depth_bytes(model: ModelConfig) -> float:

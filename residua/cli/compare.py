@@ -197,14 +197,11 @@ def _remembered(folder: Path, console: Console) -> Path | None:
     path = linked_results(folder)
     if path is None:
         return None
-    there = path.is_file()
-    sentence = (
-        f"{folder} resumes with its results file {path}, as if you had given it with --results."
-        if there
-        else f"{path}, the results file of {folder}, is missing: runs recorded only there are trained again."
-    )
+    sentence = f"{folder} resumes with its results file {path}, as if you had given it with --results."
+    if not path.is_file():
+        sentence = f"{path}, the results file of {folder}, is missing: runs recorded only there are trained again."
     console.print(Text(f"• {sentence}"), soft_wrap=True)
-    return path if there else None
+    return path if path.is_file() else None
 
 
 def _show(files: list[Path], out: Path | None, results: Path | None, console: Console, ignored: list[str]) -> None:

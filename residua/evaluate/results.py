@@ -186,15 +186,11 @@ def show(console: Console, results: Results) -> None:
     """Print the scores."""
     text = results.text
     if text is not None:
-        about = (
-            ""
-            if text.exact_bytes
-            else " (bytes estimated from the mean of the split, since the tokenizer is not byte-level)"
-        )
+        estimated = " (bytes estimated from the mean of the split, since the tokenizer is not byte-level)"
         console.print(
             f"{text.data}, {text.split}: {counted(text.tokens, 'token')}, loss {text.loss:.4f} nats per token, "
             f"perplexity {text.perplexity:.3f} ({text.word_perplexity:.5g} by word), "
-            f"{text.bits_per_byte:.4f} bits per byte{about}",
+            f"{text.bits_per_byte:.4f} bits per byte{estimated * (not text.exact_bytes)}",
             soft_wrap=True,
             markup=False,
         )

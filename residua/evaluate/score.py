@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -100,26 +100,14 @@ class Scorer:
         known = self.model.config.vocab_size
         for pair in pairs:
             self.tokenizer.require_known(chain(*pair), known, "a text to score contains", "leave it out")
-        done = 0
-        results: list[Likelihood | None] = [None] * len(pairs)
-
-        def finish(batch: _Batch) -> None:
-            nonlocal done
-            for i, likelihood in zip(batch.indices, self._likelihoods(batch), strict=True):
-                results[i] = likelihood
-            done += len(batch.indices)
+        results: dict[int, Likelihood] = {}
+        started = (self._start(indices, [pairs[i] for i in indices]) for indices in self._batches(pairs))
+        for batch, _ in pairwise(chain(started, [None])):  # the next one is started before this one is read
+            assert batch is not None
+            results.update(zip(batch.indices, self._likelihoods(batch), strict=True))
             if progress is not None:
-                progress(done, len(pairs))
-
-        running: _Batch | None = None
-        for indices in self._batches(pairs):
-            started = self._start(indices, [pairs[i] for i in indices])
-            if running is not None:
-                finish(running)
-            running = started
-        if running is not None:
-            finish(running)
-        return [likelihood for likelihood in results if likelihood is not None]
+                progress(len(results), len(pairs))
+        return [results[i] for i in range(len(pairs))]
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[int]]:
         order = sorted(range(len(pairs)), key=lambda i: (-self._length(pairs[i]), i))

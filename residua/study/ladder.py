@@ -101,7 +101,7 @@ def fit_laws(ladders: Mapping[str, Ladder]) -> dict[str, FittedLaw]:
         return {}
     exponent = float(fitted.exponent[0])
     scale = slope / exponent
-    at_one = float(scale * fitted.curve.centre**exponent)
+    at_one = float(scale * fitted.centre**exponent)
     return {
         size: FittedLaw(float(level - scale), at_one, exponent) for size, level in zip(rows.sizes, levels, strict=True)
     }
@@ -243,35 +243,59 @@ class _Rows:
         return np.concatenate(columns, 1)
 
 
-class _PowerLaw:
-    """L = a + c·((D/D₀)^−b − 1)/b, which is E + B·D^−b with E = a − c/b and B = (c/b)·D₀^b; D₀ centres the budgets.
+class _Regression:
+    """Many studies with one design, fitted at once: `losses` is [studies, runs].
 
-    With two budgets it is the line L = a − c·ln(D/D₀), its limit for b → 0.
+    The law is L = a + c·((D/D₀)^−b − 1)/b, which is E + B·D^−b with E = a − c/b and B = (c/b)·D₀^b; D₀ centres the
+    budgets. With two budgets it is the line L = a − c·ln(D/D₀), its limit for b → 0. `theta` [studies, p] holds the
+    levels of sizes, the slope c, the levels of cells and the effects of seeds; `exponent` is b.
     """
 
-    def __init__(self, centre: float) -> None:
-        self.centre = centre
+    def __init__(self, rows: _Rows, losses: Array) -> None:
+        self.rows = rows
+        budgets = [tokens for of_size in rows.budgets.values() for tokens in of_size]
+        self.centre = math.exp(math.fsum(map(math.log, budgets)) / len(budgets))
+        self.theta, self.exponent = self._fitted(losses)
+        design = self._design(self.exponent)
+        left = losses - np.einsum("snp,sp->sn", design, self.theta)
+        jacobian = self._jacobian(design, self.theta, self.exponent) if rows.has_law else design
+        self.freedom: int = jacobian.shape[1] - jacobian.shape[2]
+        normal = np.nan_to_num(np.einsum("snp,snq->spq", jacobian, jacobian))
+        noise = (left**2).sum(1) / max(self.freedom, 1)
+        self.covariance = np.linalg.pinv(normal, hermitian=True) * noise[:, None, None]
 
-    def shape(self, tokens: Array, exponent: Array) -> Array:
+    def _shape(self, tokens: Array, exponent: Array) -> Array:
         """[studies, places]: the derivative with respect to c."""
         power = np.exp(-exponent[:, None] * np.log(tokens / self.centre))
         return np.asarray((power - 1) / exponent[:, None])
 
-    def bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
+    def _bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
         """[studies, places]: the derivative with respect to b."""
         b, x = exponent[:, None], np.log(tokens / self.centre)
         power = np.exp(-b * x)
         return np.asarray(slope[:, None] * (-x * power / b - (power - 1) / b**2))
 
-    def fit(self, rows: _Rows, losses: Array) -> tuple[Array, Array]:
+    def _design(self, exponent: Array) -> Array:
+        """[studies, runs, p]: levels of sizes and the curve (zero for the variant's runs), then the fixed columns."""
+        rows, known = self.rows, self.rows.known[:, None]
+        levels = np.concatenate([_indicators(rows.size, range(len(rows.sizes))) * known, rows.fixed_columns], 1)
+        shared = np.broadcast_to(levels, (len(exponent), *levels.shape))
+        return np.insert(shared, len(rows.sizes), self._shape(rows.tokens, exponent) * known[:, 0], axis=2)
+
+    def _jacobian(self, design: Array, theta: Array, exponent: Array) -> Array:
+        """The derivatives with respect to all parameters, the exponent last."""
+        bend = self._bend(self.rows.tokens, theta[:, len(self.rows.sizes)], exponent) * self.rows.known
+        return np.concatenate([design, bend[:, :, None]], 2)
+
+    def _fitted(self, losses: Array) -> tuple[Array, Array]:
         """The best exponent of a grid among those with B > 0 and E ≥ 0, then Gauss-Newton steps from there."""
-        sizes = len(rows.sizes)
-        if not rows.has_law:
+        sizes = len(self.rows.sizes)
+        if not self.rows.has_law:
             exponent = np.full(len(losses), _LINE)
-            theta = _solve(_design(self, rows, exponent), losses)
+            theta = _solve(self._design(exponent), losses)
             theta[theta[:, sizes] <= 0] = np.nan  # the loss does not fall
             return theta, exponent
-        designs = _design(self, rows, _EXPONENTS)  # [exponents, runs, p]
+        designs = self._design(_EXPONENTS)  # [exponents, runs, p]
         solved = np.einsum("epn,sn->sep", np.linalg.pinv(designs), losses)
         sums = ((losses[:, None] - np.einsum("enp,sep->sen", designs, solved)) ** 2).sum(2)
         slope, lowest = solved[:, :, sizes], solved[:, :, :sizes].min(2)
@@ -283,36 +307,15 @@ class _PowerLaw:
         each = np.arange(len(losses))
         inner = allowed[each, lower] & allowed[each, upper]
         for _ in range(4):
-            design = _design(self, rows, exponent)
+            design = self._design(exponent)
             theta = _solve(design, losses)
-            jacobian = _jacobian(self, rows, design, theta, exponent)
+            jacobian = self._jacobian(design, theta, exponent)
             step = _solve(jacobian, losses - np.einsum("snp,sp->sn", design, theta))
             moved = np.clip(exponent + step[:, -1], _EXPONENTS[lower], _EXPONENTS[upper])
             exponent = np.where(inner, moved, exponent)
-        theta = _solve(_design(self, rows, exponent), losses)
+        theta = _solve(self._design(exponent), losses)
         theta[~allowed.any(1)] = np.nan
         return theta, exponent
-
-
-class _Regression:
-    """Many studies with one design, fitted at once: `losses` is [studies, runs].
-
-    `theta` [studies, p] holds the levels of sizes, the slope, the levels of cells and the effects of seeds.
-    """
-
-    def __init__(self, rows: _Rows, losses: Array) -> None:
-        self.rows = rows
-        budgets = [tokens for of_size in rows.budgets.values() for tokens in of_size]
-        centre = math.exp(math.fsum(map(math.log, budgets)) / len(budgets))
-        self.curve = _PowerLaw(centre)
-        self.theta, self.exponent = self.curve.fit(rows, losses)
-        design = _design(self.curve, rows, self.exponent)
-        left = losses - np.einsum("snp,sp->sn", design, self.theta)
-        jacobian = _jacobian(self.curve, rows, design, self.theta, self.exponent) if rows.has_law else design
-        self.freedom: int = jacobian.shape[1] - jacobian.shape[2]
-        normal = np.nan_to_num(np.einsum("snp,snq->spq", jacobian, jacobian))
-        noise = (left**2).sum(1) / max(self.freedom, 1)
-        self.covariance = np.linalg.pinv(normal, hermitian=True) * noise[:, None, None]
 
     def _slopes(self, number: int, tokens: Array) -> Array:
         """The derivatives of L(N, D) − L_v of a cell with respect to all parameters: [studies, places, p]."""
@@ -320,10 +323,10 @@ class _Regression:
         parameters = self.covariance.shape[1]
         slopes = np.zeros((len(self.theta), tokens.shape[-1], parameters))
         slopes[:, :, self.rows.sizes.index(self.rows.cells[number][0])] = 1.0
-        slopes[:, :, sizes] = self.curve.shape(tokens, self.exponent)
+        slopes[:, :, sizes] = self._shape(tokens, self.exponent)
         slopes[:, :, sizes + 1 + number] = -1.0
         if self.rows.has_law:
-            slopes[:, :, -1] = self.curve.bend(tokens, self.theta[:, sizes], self.exponent)
+            slopes[:, :, -1] = self._bend(tokens, self.theta[:, sizes], self.exponent)
         return slopes
 
     def _gap(self, number: int, tokens: Array) -> Array:
@@ -363,7 +366,7 @@ class _Regression:
         for number in numbers:
             places = self._places(number)
             value = _last_above(places, self._gap(number, np.exp(places)), np.full(len(self.theta), np.inf))
-            fall = self.theta[:, len(self.rows.sizes)] * np.exp(-self.exponent * (value - math.log(self.curve.centre)))
+            fall = self.theta[:, len(self.rows.sizes)] * np.exp(-self.exponent * (value - math.log(self.centre)))
             slopes.append(self._slopes(number, np.exp(value)[:, None])[:, 0] / fall[:, None])
             logs.append(value - math.log(self.rows.cells[number][1]))
         y, gradient = np.stack(logs, 1), np.nan_to_num(np.stack(slopes, 1))
@@ -385,20 +388,6 @@ class _Regression:
 def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
     """[values, names]: 1 where a value equals the name, else 0."""
     return np.asarray(values[:, None] == np.array(names, dtype=values.dtype)[None], dtype=np.float64)
-
-
-def _design(curve: _PowerLaw, rows: _Rows, exponent: Array) -> Array:
-    """[studies, runs, p]: levels of sizes and the curve (zero for the variant's runs), then the fixed columns."""
-    known = rows.known[:, None]
-    levels = np.concatenate([_indicators(rows.size, range(len(rows.sizes))) * known, rows.fixed_columns], 1)
-    shared = np.broadcast_to(levels, (len(exponent), *levels.shape))
-    return np.insert(shared, len(rows.sizes), curve.shape(rows.tokens, exponent) * known[:, 0], axis=2)
-
-
-def _jacobian(curve: _PowerLaw, rows: _Rows, design: Array, theta: Array, exponent: Array) -> Array:
-    """The derivatives with respect to all parameters, the exponent last."""
-    bend = curve.bend(rows.tokens, theta[:, len(rows.sizes)], exponent) * rows.known
-    return np.concatenate([design, bend[:, :, None]], 2)
 
 
 def _solve(design: Array, losses: Array) -> Array:
