@@ -45,11 +45,7 @@ def _perplexity(run: RunResult, out: Path) -> float | None:
 
 
 def _outlier(name: str) -> Callable[[RunResult, Path], float | None]:
-    def of(run: RunResult, out: Path) -> float | None:
-        value: float | None = getattr(run.outliers or run.quantized, name, None)
-        return value
-
-    return of
+    return lambda run, out: getattr(run.outliers or run.quantized, name, None)
 
 
 def _peak(read: Callable[[Peaks], float | None]) -> Callable[[RunResult, Path], float | None]:

@@ -239,7 +239,8 @@ def change(before: float | None, after: float | None) -> float | None:
 class RunRecord:
     """A run's measurements. The rows come from its metrics.jsonl, ordered by step.
 
-    `speed`, `memory` and `last_loss` are set if the rows of the training log are incomplete.
+    `tokens_per_second` is the median over the training log, `memory_gib` the peak, and `train_loss` the mean over the
+    last 200 steps, but no more than a tenth of the run; NaN if unknown.
     """
 
     folder: Path
@@ -249,9 +250,9 @@ class RunRecord:
     inspection: dict[str, Any] | None = None
     quantized: QuantizedRun | None = None
     environment: dict[str, Any] = field(default_factory=dict)
-    speed: float | None = None
-    memory: float | None = None
-    last_loss: float | None = None
+    tokens_per_second: float = math.nan
+    memory_gib: float = math.nan
+    train_loss: float = math.nan
     outliers: Outliers | None = None
     accuracies: Accuracies | None = None
     telemetry: list[dict[str, Any]] = field(default_factory=list)
@@ -276,34 +277,10 @@ class RunRecord:
         return int(self.validation[-1]["step"]) * self.tokens_per_step
 
     @property
-    def train_loss(self) -> float:
-        """Training loss averaged over the last 200 steps, but no more than a tenth of the run; NaN if unknown.
-
-        A log line holds the mean over the steps since the previous line. If a line starts before the window, only its
-        steps inside count.
-        """
-        return mean_of_last(self.train) if self.last_loss is None else self.last_loss
-
-    @property
     def hardware(self) -> str:
         """The GPU, or the processor and its threads; empty if unknown."""
         about = self.environment
         return str(about.get("gpu") or f"{about.get('processor', '')} {about.get('threads', '')}".strip())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Median over the log lines after the first tenth, which includes warm-up and compilation; NaN if unknown."""
-        if self.speed is not None:
-            return self.speed
-        rates = [float(row["tokens_per_second"]) for row in self.train if "tokens_per_second" in row]
-        return median(rates[max(1, len(rates) // 10) :] or rates or [math.nan])
-
-    @property
-    def memory_gib(self) -> float:
-        """Peak memory over the run; NaN if unknown."""
-        if self.memory is not None:
-            return self.memory
-        return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -330,7 +307,11 @@ def both(first: Any, other: Any) -> Any:
 
 
 def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The mean loss of the last steps of a training log; NaN if there is none."""
+    """The mean loss of the last steps of a training log; NaN if there is none.
+
+    A log line holds the mean over the steps since the previous line. If a line starts before the window, only its steps
+    inside count.
+    """
     if not rows:
         return math.nan
     last = int(rows[-1]["step"])
@@ -360,14 +341,20 @@ def known(value: float) -> float | None:
 def read_run(folder: Path, config: RunConfig) -> RunRecord:
     """Everything measured in a run's folder; an empty record if the run has not started."""
     rows = read_metrics(folder / METRICS)
+    train = [row for row in rows if row["kind"] == "train"]
+    rates = [float(row["tokens_per_second"]) for row in train if "tokens_per_second" in row]
     return RunRecord(
         folder,
         config.tokens_per_step,
-        [row for row in rows if row["kind"] == "train"],
+        train,
         [row for row in rows if row["kind"] == "validation"],
         _read_inspection(folder, config),
         read_measured(folder / QUANTIZED, QuantizedRun),
         read_environment(folder),
+        # without the first tenth, which includes warm-up and compilation
+        tokens_per_second=median(rates[max(1, len(rates) // 10) :] or rates or [math.nan]),
+        memory_gib=max((float(row["memory_gib"]) for row in train if "memory_gib" in row), default=math.nan),
+        train_loss=mean_of_last(train),
         outliers=read_measured(folder / OUTLIERS, Outliers),
         accuracies=read_measured(folder / ACCURACIES, Accuracies),
         telemetry=telemetry_of(rows),

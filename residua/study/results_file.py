@@ -242,9 +242,9 @@ class SavedStudy(Frozen):
             saved.validation.rows("validation", per_step),
             None if saved.inspection is None else saved.inspection.sections,
             environment={**self.environments[saved.environment], "sessions": [{"started": saved.started}]},
-            speed=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
-            memory=math.nan if saved.memory_gib is None else saved.memory_gib,
-            last_loss=math.nan if saved.train_loss is None else saved.train_loss,
+            tokens_per_second=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
+            memory_gib=math.nan if saved.memory_gib is None else saved.memory_gib,
+            train_loss=math.nan if saved.train_loss is None else saved.train_loss,
             telemetry=[] if saved.peaks is None else saved.peaks.telemetry(per_step),
             **{key: getattr(saved, key) for key in OF_THE_MODEL},
         )

@@ -61,7 +61,8 @@ HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
 """Modules that take seconds to import."""
 
 
-AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"], ["completion"]]
+AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"]]
+AT_ONCE += [["compare", "--help"], ["completion"]]
 
 
 def test_quick_commands_import_nothing_heavy():

@@ -223,27 +223,6 @@ def test_task_score_equals_scoring_choices_one_by_one(name: str, tmp_path: Path)
     assert score.chance == pytest.approx(0.5 if name == "winogrande" else 0.25)
 
 
-def test_prompts_put_worked_examples_before_the_question(tmp_path: Path) -> None:
-    path = tmp_path / "piqa.jsonl"
-    rows = [
-        {"split": "train", "question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
-        {"split": "validation", "question": "1 + 1?", "choices": ["2", "5"], "answer": 0},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (question,) = read_task("piqa", path, shots=1).questions
-    shown = "Question: 2 + 2?\nAnswer: 4\n\nQuestion: 1 + 1?\nAnswer:"
-    assert question.contexts == [shown, shown]
-    assert question.continuations == [" 2", " 5"]
-
-
-def test_a_blank_is_filled_and_the_rest_scored(tmp_path: Path) -> None:
-    path = tmp_path / "winogrande.jsonl"
-    path.write_text(json.dumps({"context": "The _ fell down.", "choices": ["cup", "cat"], "answer": 1}) + "\n")
-    (question,) = read_task("winogrande", path, shots=0).questions
-    assert question.contexts == ["The cup", "The cat"]
-    assert question.continuations == [" fell down."] * 2
-
-
 def test_a_random_model_scores_at_chance_within_its_error(tmp_path: Path) -> None:
     path = write_task(tmp_path, "arc_easy", questions=300, shots=0)
     score = score_task(Scorer(model(), TOKENIZER), read_task("arc_easy", path, shots=0))

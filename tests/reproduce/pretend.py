@@ -62,6 +62,6 @@ def _record(run: PlannedRun, end: float) -> RunRecord:
         loss = end + 0.5 * (1 - step / STEPS)
         rows.append({"step": step, "loss": loss, "seconds": 0.1 * step, "bits_per_byte": loss / 3})
     return RunRecord(
-        run.folder, run.config.tokens_per_step, rows, rows, environment=ENVIRONMENT, speed=1000.0, memory=1.0,
-        last_loss=end + 0.02,
+        run.folder, run.config.tokens_per_step, rows, rows, environment=ENVIRONMENT,
+        tokens_per_second=1000.0, memory_gib=1.0, train_loss=end + 0.02,
     )  # fmt: skip

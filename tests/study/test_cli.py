@@ -1,8 +1,6 @@
 """`residua compare` as users see it: help, lists, plans, and mistakes reported in one sentence."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +15,6 @@ from residua.study import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from tests.study.conftest import SET_SMALL, printed, refusal
 from tests.study.recorded import write_all
-
-
-def test_help_shows_examples_and_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from residua.cli.compare import app\n"
-        "try: app(['--help'])\n"
-        "except SystemExit: assert 'torch' not in sys.modules and 'plotly' not in sys.modules\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "residua compare --demo" in shown
 
 
 def test_the_list_names_every_known_variant() -> None:

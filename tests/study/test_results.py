@@ -401,7 +401,9 @@ def test_isolated_timings_give_throughput_and_wall_clock_gain(study: StudyConfig
     assert f"{alone}, {from_training}" in markdown(result)
     everywhere = {("tiny", name): {"H200": timed(900)} for name in OFFSET}
     assert f"{alone}.\n" in markdown(collect(several, plan, records, {}, None, everywhere))
-    slow = {run: replace(record, speed=math.nan) for run, record in records.items()}  # no speeds of training
+    slow = {
+        run: replace(record, tokens_per_second=math.nan) for run, record in records.items()
+    }  # no speeds of training
     (line,) = [
         line for line in markdown(collect(study, plan, slow, {}, None, timings)).splitlines()
         if line.startswith("| block_attnres")
