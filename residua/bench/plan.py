@@ -25,19 +25,8 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from residua.bench.plan_costs import (
-    Division,
-    Facts,
-    Memory,
-    Sent,
-    activation_widths,
-    crossing_after,
-    depth_bytes,
-    hop_bytes,
-    host_bytes,
-    memory_of,
-    sent_by,
-)
+from residua.bench import plan_costs
+from residua.bench.plan_costs import Division, Facts, Memory, Sent
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
 from residua.distributed.pipeline.shares import Share, head_work, shares_of, work_of
@@ -149,7 +138,9 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
         for divided in _divisions(config, gpus // (tensor * context), experts=tensor * context == 1):
             ranks, stages = divided.parallel.pipeline, divided.parallel.stages
             shares = dealt[stages] = dealt.get(stages) or shares_of(divided, facts.work)
-            hops = crossed[ranks, stages] = crossed.get((ranks, stages)) or hop_bytes(divided, shares, facts.crossing)
+            hops = crossed[ranks, stages] = crossed.get((ranks, stages)) or plan_costs.hop_bytes(
+                divided, shares, facts.crossing
+            )
             plans.append(_plan(Division(divided, facts, shares, hops, tensor, context), machine))
     if not plans:
         raise ConfigError(
@@ -162,8 +153,10 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
 
 def _facts(config: RunConfig, *, alone: bool) -> Facts:
     size = measure(config.model.model_copy(update={"context": config.sequence}))
-    crossed = {} if alone else crossing_after(config)
-    return Facts(size, work_of(config), depth_bytes(config.model), *activation_widths(config), crossed)
+    crossed = {} if alone else plan_costs.crossing_after(config)
+    return Facts(
+        size, work_of(config), plan_costs.depth_bytes(config.model), *plan_costs.activation_widths(config), crossed
+    )
 
 
 def _inner(config: RunConfig, gpus: int, machine: Machine) -> Iterator[tuple[int, int]]:
@@ -212,7 +205,7 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
     stages = machine.group(parallel.pipeline, inner * parallel.batch_ranks)
     experts, slices = machine.group(parallel.experts, parallel.slices), machine.group(parallel.slices, 1)
 
-    sent = sent_by(d)
+    sent = plan_costs.sent_by(d)
     compute, depth, slowest = _computation(d, machine)
     bubble = (parallel.pipeline - 1) / (d.micro * parallel.stages_per_rank + parallel.pipeline - 1)
     layers = shard.ring(sent.layers, 3 * sent.units * d.micro)
@@ -227,8 +220,8 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
         + slices.ring(sent.experts, sent.token_exchanges)
         + (2 * stages.hop(max(d.hops) / inner) if parallel.pipeline > 1 else 0.0)
     )
-    memory = max((memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)
-    host = host_bytes(d, machine.node)
+    memory = max((plan_costs.memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)
+    host = plan_costs.host_bytes(d, machine.node)
     return MeshPlan(
         parallel, d.tensor, d.context, memory, host, sent, slowest, bubble, depth,
         seconds=compute / (1 - bubble) + max(0.0, layers - compute) + bare,

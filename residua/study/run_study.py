@@ -9,35 +9,15 @@ from rich.console import Console
 from rich.text import Text
 
 from residua.config.settings import ConfigError
+from residua.study import measurements, train_runs
 from residua.study.collect_results import collect
 from residua.study.config import StudyConfig
 from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
-from residua.study.measurements import (
-    DiagnosisMeasurement,
-    OutlierMeasurement,
-    PrecisionMeasurement,
-    Questions,
-    RunMeasurement,
-    TaskMeasurement,
-    open_questions,
-    refuse_other_questions,
-)
 from residua.study.page import Outcome, Supplement, write_report
 from residua.study.plan import PlannedRun, StudyPlan, open_dataset
 from residua.study.records import RunRecord
 from residua.study.results import DatasetFacts
 from residua.study.timing import TimingMeasurement, keep_timings, read_timings
-from residua.study.train_runs import (
-    LiveProgress,
-    announce,
-    check_folders,
-    finish,
-    left_out_sentences,
-    lock_results,
-    refuse_strangers,
-    run_plan,
-    tune_rates,
-)
 
 
 def run_study(
@@ -55,57 +35,58 @@ def run_study(
     `supplement` adds to the page and to results.md. Low-precision and task measurements and learning rates from an
     earlier study in `out` are reused.
     """
-    with lock_results(results):
+    with train_runs.lock_results(results):
         study = settle(study, out, results)
         whole, questions = begin(study, out, console, results, command)
         if missing := whole.missing_weights():
             raise ConfigError(missing)
         link_results(out, results)
         if whole.plan.trials:
-            tune_rates(study, whole.plan, out, console)
+            train_runs.tune_rates(study, whole.plan, out, console)
             whole = join(study, plan_study(study, out, whole.dataset, results), out, whole.dataset, results, command)
-        with LiveProgress(console, whole.new, after_each=whole.write) as progress:  # a killed study loses no numbers
-            problems = run_plan(study, whole.new, out, progress)
+        # a killed study loses no numbers
+        with train_runs.LiveProgress(console, whole.new, after_each=whole.write) as progress:
+            problems = train_runs.run_plan(study, whole.new, out, progress)
         keep_timings(whole.study, whole.plan, out, whole.timings)
         for measurement in measurements_of(study, whole, questions):
             measurement.measure(whole.plan, console)
         whole.write()
-        finish(study, out)
+        train_runs.finish(study, out)
         return summarise(whole.study, whole.plan, out, problems, whole.facts, whole.known, supplement, whole.commands)
 
 
 def begin(
     study: StudyConfig, out: Path, console: Console, results: Path | None, command: str
-) -> tuple[StudyRecords, Questions | None]:
+) -> tuple[StudyRecords, measurements.Questions | None]:
     """Plan and announce a study, joined with the one in the file `results` if it exists. Trains nothing."""
-    refuse_strangers(out)
+    train_runs.refuse_strangers(out)
     dataset = open_dataset(study, progress=console.is_terminal)
-    questions = None if study.tasks is None else open_questions(study.tasks)
+    questions = None if study.tasks is None else measurements.open_questions(study.tasks)
     plan = plan_study(study, out, dataset, results)
     plan.check_tokenizer()  # once here, not in every run
-    announce(console, study, plan)
+    train_runs.announce(console, study, plan)
     whole = join(study, plan, out, dataset, results, command)
     whole.refuse_other_weights()
-    check_folders((*whole.new.settled, *plan.trials))
+    train_runs.check_folders((*whole.new.settled, *plan.trials))
     if results is not None and questions is not None:
-        refuse_other_questions(results, questions, whole.known)
-    for sentence in (*left_out_sentences(whole.study, out), *whole.sentences()):
+        measurements.refuse_other_questions(results, questions, whole.known)
+    for sentence in (*train_runs.left_out_sentences(whole.study, out), *whole.sentences()):
         console.print(Text(f"• {sentence}"), soft_wrap=True)
     return whole, questions
 
 
 def measurements_of(
-    study: StudyConfig, whole: StudyRecords, questions: Questions | None
-) -> Iterator[TimingMeasurement | RunMeasurement]:
+    study: StudyConfig, whole: StudyRecords, questions: measurements.Questions | None
+) -> Iterator[TimingMeasurement | measurements.RunMeasurement]:
     """The measurements of a study, in order."""
     yield TimingMeasurement(study, whole.out, whole.known)
-    yield OutlierMeasurement()
+    yield measurements.OutlierMeasurement()
     if questions is not None:
-        yield TaskMeasurement(questions, study.quantize, study.calibration)
+        yield measurements.TaskMeasurement(questions, study.quantize, study.calibration)
     if study.quantize:
-        yield PrecisionMeasurement(study)
+        yield measurements.PrecisionMeasurement(study)
     if study.diagnose:
-        yield DiagnosisMeasurement(study, whole.out, whole.dataset)
+        yield measurements.DiagnosisMeasurement(study, whole.out, whole.dataset)
 
 
 def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:

@@ -15,20 +15,11 @@ from rich.text import Text
 
 from residua.report import Column, Value, plain
 from residua.report.tables import DataTable
+from residua.study import verdicts
 from residua.study.gains import loses, pays, speed_is_shown
 from residua.study.records import EARLY, HALF, change
 from residua.study.results import MEAN, PROJECTED, LowTaskMeans, SourceMeans, StudyResult, TaskMeans, VariantResult
 from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
-from residua.study.verdicts import (
-    RACE_LEVEL,
-    TOO_WIDE,
-    answer,
-    explanation,
-    joint_sentence,
-    race_sentence,
-    study_sentences,
-    too_wide,
-)
 
 NONE = "—"
 UNSTATED = "not stated"  # a speed or gain measured too poorly to support conclusions
@@ -180,7 +171,7 @@ def joint_table(result: StudyResult) -> DataTable | None:
     gains = [by_name.get(name) for name in names]
     return DataTable.of(
         "over sizes",
-        joint_sentence(result),
+        verdicts.joint_sentence(result),
         _named(names),
         *((Column(Path(size).stem, f"{EQUIVALENT} at this size, from the fit over all sizes, with {level}"),
            [_sized(at.get((name, size))) for name in names]) for size in result.sizes),
@@ -228,7 +219,7 @@ def race_table(result: StudyResult, size: str) -> DataTable | None:
     races = [row.race for row in rows if row.race is not None]
     return DataTable.of(
         f"{RACE}{result.target:g}",
-        race_sentence(result, size),
+        verdicts.race_sentence(result, size),
         _named(row.name for row in rows if row.race is not None),
         (Column("reached", f"runs that reached a validation loss of {result.target:g} during training"),
          [Value(f"{race.reached} of {race.runs}") for race in races]),
@@ -239,7 +230,7 @@ def race_table(result: StudyResult, size: str) -> DataTable | None:
         (Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
          [_ratio(race.ratio) for race in races]),
         (Column("p", "p-value of Welch's one-sided t-test that it is faster, after Holm's correction for the "
-                f"variants compared; significant below {RACE_LEVEL:g}"),
+                f"variants compared; significant below {verdicts.RACE_LEVEL:g}"),
          [Value(NONE if race.adjusted is None else f"{race.adjusted:.2g}", key=race.adjusted) for race in races]),
     )  # fmt: skip
 
@@ -464,7 +455,7 @@ def _ratio(value: Interval | None, mark: str = "") -> Value:
     if value.low is None and value.high is None:
         return Value(shown, key=value.value)
     low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
-    return Value(shown, f"({TOO_WIDE})" if too_wide(value) else f"[{low}, {high}]", value.value)
+    return Value(shown, f"({verdicts.TOO_WIDE})" if verdicts.too_wide(value) else f"[{low}, {high}]", value.value)
 
 
 def _per_second(row: VariantResult, result: StudyResult) -> Value:
@@ -504,17 +495,17 @@ def print_study(console: Console, result: StudyResult) -> None:
     for table in study_tables(result):
         laddered = any(column.title == EQUIVALENT for column in table.columns)
         table.print(console, [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS])
-    for sentence in study_sentences(result):
+    for sentence in verdicts.study_sentences(result):
         console.print(Text(f"• {sentence}"))
-    console.print(Text(f"\n{answer(result)[1]}", style="bold"))
-    if why := explanation(result):
+    console.print(Text(f"\n{verdicts.answer(result)[1]}", style="bold"))
+    if why := verdicts.explanation(result):
         console.print(Text(why))
 
 
 def markdown(result: StudyResult) -> str:
     """The same content as a Markdown page."""
     parts = [f"# {plain.markdown(result.name)}", "", *markdown_tables(result), ""]
-    parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in study_sentences(result)]
+    parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in verdicts.study_sentences(result)]
     inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
     meanings = [column for column in columns(result) if column.meaning]

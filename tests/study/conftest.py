@@ -127,8 +127,7 @@ class Trainer:
 
     def replace_training(self, patch: pytest.MonkeyPatch, pages: bool = False) -> "Trainer":
         """Train with this instead of with processes; without `pages`, write none of the files of a report."""
-        for module in ("train_runs", "run_study"):
-            patch.setattr(f"residua.study.{module}.run_plan", self)
+        patch.setattr("residua.study.train_runs.run_plan", self)
         if not pages:
             patch.setattr("residua.study.run_study.summarise", without_pages)
         return self

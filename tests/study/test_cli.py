@@ -148,7 +148,7 @@ def test_a_failed_run_is_explained_on_standard_error(
         write_all(replace(plan, runs=plan.runs[1:]), lambda run, step: 3.0)
         return {plan.runs[0]: "it ran out of memory"}
 
-    monkeypatch.setattr("residua.study.run_study.run_plan", fail)
+    monkeypatch.setattr("residua.study.train_runs.run_plan", fail)
     arguments = ["prenorm", "mgr", "--seeds", "1", *SET_SMALL, "--data", str(dataset.path), "--out", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output

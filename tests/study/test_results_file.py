@@ -382,9 +382,9 @@ def test_two_studies_cannot_write_one_file_at_once(
         assert "has the numbers of 4 complete runs" in " ".join(printed(*arguments).split()), "a plan only reads"
         return trainer(*given)
 
-    monkeypatch.setattr("residua.study.run_study.run_plan", meanwhile)
+    monkeypatch.setattr("residua.study.train_runs.run_plan", meanwhile)
     compare(chosen("exoformer"), tmp_path / "second", kept)
-    monkeypatch.setattr("residua.study.run_study.run_plan", trainer)
+    monkeypatch.setattr("residua.study.train_runs.run_plan", trainer)
     compare(chosen("block_attnres"), tmp_path / "third", kept)
     assert {r.variant for r in SavedStudy.read(kept).runs} == {"prenorm", "mgr", "exoformer", "block_attnres"}
     with pytest.raises(ConfigError):

@@ -11,7 +11,6 @@ from rich.console import Console
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig
-from residua.study import run_study as running
 from residua.study.config import Tasks
 from residua.study.measurements import open_questions
 from residua.study.page import show_saved
@@ -50,8 +49,8 @@ class Machine:
         self.results, self.tasks = place / "x.json", place / "tasks"
         self.choose: Choose = partial(choose, dataset)
         write_questions(self.tasks, "colours", 6)
-        patch.setattr(running, "run_plan", self._run_plan)
-        patch.setattr(running, "summarise", without_pages)
+        patch.setattr("residua.study.train_runs.run_plan", self._run_plan)
+        patch.setattr("residua.study.run_study.summarise", without_pages)
 
     def ask(self, shots: int = 1, *names: str) -> Tasks:
         return Tasks(names=("colours", *names), folder=str(self.tasks), shots=shots)
