@@ -1,12 +1,12 @@
 """An untrained study, as `residua compare --results` would save it, with losses from a formula."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from residua.config import variants as known
-from residua.model.size import measure
-from residua.study.config import StudyConfig, match
-from residua.study.plan import PlannedModel, PlannedRun, StudyPlan, base_run
+from residua.config.run import RunConfig
+from residua.study.config import StudyConfig
+from residua.study.plan import PlannedRun, make_plan
 from residua.study.records import Peaks, RunRecord
 from residua.study.results import DatasetFacts
 from residua.study.results_file import SavedStudy, save_study
@@ -26,22 +26,17 @@ def saved_study(ends: dict[str, float], variants: dict[str, list[str]] | None = 
     given = {name: variants.get(name, [name]) if variants else [name] for name in {**ends, **(variants or {})}}
     study = StudyConfig(**{"name": "pretended", "base": "tiny", "set": [f"train.steps={STEPS}"],
                            "variants": given, **keys})  # fmt: skip
-    models, runs, records = {}, [], {}
-    for size in study.sizes:
-        base = base_run(study, size)
-        reference = base.override(known.overrides(study.variants[study.baseline], base.model))
-        target = measure(reference.model).parameters
-        for place, (name, entries) in enumerate(study.variants.items()):
-            changes = known.overrides(entries, base.model)
-            config = base.override(changes)
-            model, matching = match(name, config.model, target, study.match)
-            config = config.model_copy(update={"model": model})
-            models[size, name] = PlannedModel(config, tuple(changes), matching, measure(model).parameters, 1e6)
-            for seed in study.seeds if name in ends else ():
-                run = PlannedRun(name, size, seed, config, Path("runs") / f"{size}-{name}-seed{seed}")
-                runs.append(run)
-                records[run] = _record(run, ends[name] + 0.001 * seed + 0.0001 * (place * seed % 3))
-    return save_study(study, StudyPlan(models, tuple(runs)), records, "0123456789abcdef", FACTS)
+    tokens = SimpleNamespace(tokens=FACTS.train_tokens)
+    vocabulary = RunConfig.find("tiny").model.vocab_size
+    text = SimpleNamespace(path=Path("text"), vocab_size=vocabulary, split=lambda name: tokens)
+    plan = make_plan(study, Path("study"), text)
+    place = list(study.variants).index
+    records = {
+        run: _record(run, ends[run.variant] + 0.001 * run.seed + 0.0001 * (place(run.variant) * run.seed % 3))
+        for run in plan.runs
+        if run.variant in ends
+    }
+    return save_study(study, plan, records, "0123456789abcdef", FACTS)
 
 
 def with_peaks(saved: SavedStudy, peaks: dict[str, tuple[float, float, float]]) -> SavedStudy:

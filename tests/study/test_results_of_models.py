@@ -50,7 +50,7 @@ class Machine:
         self.choose: Choose = partial(choose, dataset)
         write_questions(self.tasks, "colours", 6)
         patch.setattr("residua.study.train_runs.run_plan", self._run_plan)
-        patch.setattr("residua.study.run_study.summarise", without_pages)
+        patch.setattr("residua.study.run_study.write_report", without_pages)
 
     def ask(self, shots: int = 1, *names: str) -> Tasks:
         return Tasks(names=("colours", *names), folder=str(self.tasks), shots=shots)
