@@ -11,9 +11,10 @@ from __future__ import annotations
 import lzma
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,12 +106,13 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
     rows = [record for record in records if record["split"] == chosen]
     if limit is not None and limit < len(rows):
         rows = [rows[i] for i in spread([subject_of(record) for record in rows], limit)]
-    prefix = _Examples(name, path, shots, [record for record in records if record["split"] == "train"])
+    prompt = find_prompt(name)
+    solved = _worked_examples(name, path, shots, [record for record in records if record["split"] == "train"])
     questions = []
     for record in rows:
-        before, question = prefix(record), _form(name, record, path)
+        before, question = prompt.describe(record) + solved(subject_of(record)), _form(name, record, path)
         questions.append(question._replace(contexts=[before + context for context in question.contexts]))
-    return Task(name, chosen, shots, questions, find_prompt(name).metric)
+    return Task(name, chosen, shots, questions, prompt.metric)
 
 
 def spread(subjects: Sequence[str], limit: int) -> list[int]:
@@ -128,31 +130,24 @@ def spread(subjects: Sequence[str], limit: int) -> list[int]:
     )
 
 
-class _Examples:
-    """The text before a question: the description of its subject, and that subject's worked examples."""
+def _worked_examples(name: str, path: Path, shots: int, records: Sequence[Mapping[str, Any]]) -> Callable[[str], str]:
+    """The text of a subject's worked examples, by subject; those without a subject serve all others."""
+    by_subject: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_subject.setdefault(subject_of(record), []).append(record)
 
-    def __init__(self, name: str, path: Path, shots: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self.name, self.path, self.shots = name, path, shots
-        self.by_subject: dict[str, list[Mapping[str, Any]]] = {}
-        for record in records:
-            self.by_subject.setdefault(subject_of(record), []).append(record)
-        self.solved: dict[str, str] = {}
-
-    def __call__(self, record: Mapping[str, Any]) -> str:
-        subject = subject_of(record)
-        if subject not in self.solved:
-            self.solved[subject] = self._solved(subject)
-        return find_prompt(self.name).describe(record) + self.solved[subject]
-
-    def _solved(self, subject: str) -> str:
-        examples = self.by_subject.get(subject, self.by_subject.get("", []))[: self.shots]
-        if len(examples) < self.shots:
+    @cache
+    def solved(subject: str) -> str:
+        examples = by_subject.get(subject, by_subject.get("", []))[:shots]
+        if len(examples) < shots:
             have, about = counted(len(examples), "worked example"), f" about {subject}" if subject else ""
             raise UserError(
-                f"{self.path} has {have}{about} in its train split, but --shots asks for {self.shots}: use --shots "
+                f"{path} has {have}{about} in its train split, but --shots asks for {shots}: use --shots "
                 f"{len(examples)}."
             )
-        return "".join(f"{_form(self.name, example, self.path).solved}\n\n" for example in examples)
+        return "".join(f"{_form(name, example, path).solved}\n\n" for example in examples)
+
+    return solved
 
 
 def refuse_text(path: Path, expected: str) -> None:

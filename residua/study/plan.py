@@ -23,6 +23,7 @@ from residua.files import write_atomically
 from residua.model.size import measure
 from residua.reading import ReadError, inside, read_json, toml_string
 from residua.study.config import Scaling, StudyConfig, Tune, match
+from residua.study.records import comparable, is_complete, read_run
 from residua.train.start import check_model, check_tokenizer
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
@@ -31,6 +32,8 @@ STARTED = "started.toml"
 EXTENDED = "extended.json"
 """The file in a study's folder that records the path of its results file."""
 TUNING = "tuning.json"
+BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
+"""Files in an interrupted study's folder, in addition to started.toml."""
 PLACE = (
     "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
     "train.telemetry", "train.profile", "train.divergence_", "parallel.",
@@ -374,6 +377,23 @@ def choose(size: str, variant: str, trials: Sequence[Trial], seed: int, steps: i
     return TunedRate(
         size=size, variant=variant, seed=seed, steps=steps, trials=tuple(trials), chosen=best.factor, made_for=made_for
     )
+
+
+def choose_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
+    """The rate with the lowest loss, for each variant whose trials have ended."""
+    assert study.tune is not None
+    complete = {run: read_run(run.folder, run.config) for run in plan.trials if is_complete(run.folder, run.config)}
+    losses = {run: record.final_loss for run, record in comparable(complete).items()}  # all losses on the same text
+    rates = []
+    for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
+        runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
+        tried = [
+            Trial(factor=r.rate, rate=r.config.train.optimizer.lr, loss=losses.get(r), problem=problems.get(r, ""))
+            for r in runs
+        ]
+        made_for = tuned_for(plan.models[size, name].config, study.tune)
+        rates.append(choose(size, name, tried, study.tune.seed, runs[0].config.train.steps, made_for))
+    return rates
 
 
 def rate_changes(config: RunConfig, factor: float) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,34 +35,25 @@ from residua.storage.load import weights_fingerprint
 from residua.storage.run import failed_early
 from residua.study.config import StudyConfig
 from residua.study.plan import (
-    CONFIGS,
-    EXTENDED,
+    BEGUN,
     LOCK,
-    LOGS,
     RUNS,
     STARTED,
     STUDY,
-    TIMINGS,
-    TUNING,
     PlannedRun,
     StudyPlan,
-    Trial,
-    TunedRate,
     base_run,
-    choose,
+    choose_rates,
     keep_rates,
     model_title,
-    tuned_for,
     vary,
 )
-from residua.study.records import comparable, is_complete, read_environment, read_run, steps_done
+from residua.study.records import is_complete, read_environment, read_run, steps_done
 from residua.study.statistics import count
 from residua.study.worker_pool import Watcher, WorkerPool, compiling_ahead
 from residua.train.environment import START, TEXT
 from residua.train.world import graph_of
 
-# Files in an interrupted study's folder, in addition to started.toml.
-_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
 _RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
 """The folder of a run: its model, and optionally a budget or rate."""
 
@@ -167,7 +158,7 @@ def refuse_strangers(out: Path) -> None:
     refuse_blocked(out)
     if not out.exists() or (out / STUDY).exists():
         return
-    others = sorted(path.name for path in out.iterdir() if path.name not in _BEGUN)
+    others = sorted(path.name for path in out.iterdir() if path.name not in BEGUN)
     for name in others:
         if not name.endswith(".toml") or name == "config.toml":  # the folder may also contain the study file
             raise ConfigError(f"{out} contains {name}, which was not written by a study: choose another --out.")
@@ -325,23 +316,6 @@ def tune_rates(study: StudyConfig, plan: StudyPlan, out: Path, console: Console)
     keep_rates(out, rates)
     for rate in rates:
         console.print(outcome(rate.sentence(len(study.sizes) > 1)))
-
-
-def choose_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
-    """The rate with the lowest loss, for each variant whose trials have ended."""
-    assert study.tune is not None
-    complete = {run: read_run(run.folder, run.config) for run in plan.trials if is_complete(run.folder, run.config)}
-    losses = {run: record.final_loss for run, record in comparable(complete).items()}  # all losses on the same text
-    rates = []
-    for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
-        runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
-        tried = [
-            Trial(factor=r.rate, rate=r.config.train.optimizer.lr, loss=losses.get(r), problem=problems.get(r, ""))
-            for r in runs
-        ]
-        made_for = tuned_for(plan.models[size, name].config, study.tune)
-        rates.append(choose(size, name, tried, study.tune.seed, runs[0].config.train.steps, made_for))
-    return rates
 
 
 class LiveProgress:

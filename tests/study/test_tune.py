@@ -12,11 +12,11 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.config import Tune
-from residua.study.plan import PlannedRun, Trial, make_plan, rate_changes, short_run, tuned_for
+from residua.study.plan import PlannedRun, Trial, choose_rates, make_plan, rate_changes, short_run, tuned_for
 from residua.study.plan import choose as choose_rate
 from residua.study.results import StudyResult
 from residua.study.results_file import SavedStudy
-from residua.study.train_runs import StudyInterrupted, choose_rates, cost_sentences
+from residua.study.train_runs import StudyInterrupted, cost_sentences
 from tests.study.conftest import SET_SMALL, SMALL, Choose, Trainer, choose, compare, printed
 from tests.study.recorded import write_run
 
