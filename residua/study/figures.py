@@ -268,8 +268,10 @@ def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None =
         runs = [run for run in every if run and not any(math.isnan(x) for x, _ in run)]
         if not runs:
             continue
-        band = _band(runs) if few and len(runs) > 1 else (None, None)
-        series.append(_curve(look[name], name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
+        columns = [([x for x, _ in points], [y for _, y in points]) for points in zip(*runs, strict=False)]
+        middle = [(mean(x), mean(y)) for x, y in columns]  # x is averaged too, because seconds vary between runs
+        band = {"low": [min(y) for _, y in columns], "high": [max(y) for _, y in columns]} if few and runs[1:] else {}
+        series.append(_curve(look[name], name, middle, markers=markers, **band))
     return series
 
 
@@ -293,16 +295,6 @@ def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
     low, high = min(*known, 0.0), max(*known, 0.0)
     room = 0.25 * ((high - low) or 1.0)
     return low - room, high + room
-
-
-def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> Points:
-    """The mean of curves measured at the same steps; x is averaged too, because seconds vary between runs."""
-    return [(mean([p[0] for p in points]), mean([p[1] for p in points])) for points in zip(*runs, strict=False)]
-
-
-def _band(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
-    columns = [[point[1] for point in points] for points in zip(*runs, strict=False)]
-    return [min(column) for column in columns], [max(column) for column in columns]
 
 
 def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:

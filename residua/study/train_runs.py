@@ -171,28 +171,18 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
         if not written.exists() or failed_early(run.folder):
             continue
         changed = differences(RunConfig.from_toml(written), run.config)
-        texts = changed.keys() & {"data.path", "data.tokenizer"}
-        if texts and _same_text(run):
+        about, path, start = read_environment(run.folder), run.config.data.path, run.config.train.start
+        # the same text or the same weights may lie elsewhere now
+        texts, weights = changed.keys() & {"data.path", "data.tokenizer"}, changed.keys() & {"train.start"}
+        if texts and path is not None and about.get(TEXT) == Dataset.open(path).fingerprint:
             changed = {key: pair for key, pair in changed.items() if key not in texts}
-        if "train.start" in changed and _same_start(run):
+        if weights and start is not None and (about.get(START) or "unknown") == weights_fingerprint(start):
             del changed["train.start"]
         for key, (old, new) in changed.items():
             raise ConfigError(
                 f"{run.folder} has a run with {key} = {old!r}, but this study needs {new!r}: "
                 "choose another --out, or move that folder elsewhere."
             )
-
-
-def _same_text(run: PlannedRun) -> bool:
-    """Whether the run in the folder was trained on the planned run's text, whatever its path is now."""
-    trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
-    return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
-
-
-def _same_start(run: PlannedRun) -> bool:
-    """Whether the run in the folder started from the planned run's weights, whatever their path is now."""
-    began, start = read_environment(run.folder).get(START), run.config.train.start
-    return began is not None and start is not None and began == weights_fingerprint(start)
 
 
 def finish(study: StudyConfig, out: Path) -> None:
