@@ -343,7 +343,7 @@ def divided_parameters(config: RunConfig, layers: float) -> float:
 
 
 def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> dict[str, float]:
-    """What a rank with `layers` layers sends for `micro` micro-batches of `tokens` tokens each, by the keys of Sent."""
+    """Bytes and exchanges of a rank with `layers` layers, for `micro` micro-batches of `tokens` tokens, as in Sent."""
     ffn, parallel = config.model.ffn, config.parallel
     if parallel.experts == 1:
         return dict.fromkeys(("tokens", "experts", "token_exchanges"), 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -120,7 +119,7 @@ def _chat(generator: Generator, request: Request) -> None:
 
     conversation = Conversation(generator, request)
     typer.echo("Type and press Enter; an empty line or Ctrl-D ends the chat.", err=True)
-    for line in _lines():
+    while (line := _read_line()).strip():
         typer.echo("Model:", nl=False)
         try:
             done, speed = conversation.say(line, show=lambda _, piece: typer.echo(printable(piece), nl=False))
@@ -131,16 +130,13 @@ def _chat(generator: Generator, request: Request) -> None:
         typer.echo(_summary(done, request, speed), err=True)
 
 
-def _lines() -> Iterator[str]:
-    while True:
-        try:
-            line = input("User: ")
-        except EOFError:
-            typer.echo()
-            return
-        if not line.strip():
-            return
-        yield line
+def _read_line() -> str:
+    """The next line of the user; empty at the end of the input."""
+    try:
+        return input("User: ")
+    except EOFError:
+        typer.echo()
+        return ""
 
 
 def _summary(done: list[Completion], request: Request, speed: Speed) -> str:

@@ -107,7 +107,7 @@ def reproduce(
         tune=tuple((parse_tune(tune) or {}).get("lr", ())), calibration=calibration, demo=demo,
     )  # fmt: skip
     others = {"study": study, "run": run, "results": results, "plan": plan}  # a request with the options for training
-    options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
+    options = [*request.given, *(name for name, value in others.items() if value)]
     options += [] if scale is None else ["scale"]
     if entry is None:
         from residua.reproduce.run_entry import print_list

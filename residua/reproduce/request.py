@@ -44,10 +44,11 @@ class Request:
             )
         return sentence(self.scale)
 
-    def given(self, but: Sequence[str] = ()) -> list[str]:
-        """The options that the user gave, except those in `but`."""
+    @property
+    def given(self) -> list[str]:
+        """The options that the user gave, except the scale."""
         names = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
-        return [name.replace("_", "-") for name in names if name not in but]
+        return [name.replace("_", "-") for name in names if name != "scale"]
 
 
 def selected(entry: Study, request: Request) -> Study:
