@@ -23,6 +23,7 @@ from tests.study.recorded import write_run
 
 CLAIM = "The dynamic variant gains 2.13 points of downstream accuracy over the baseline"
 ROWS = ("base", "exoformer_dynamic")
+Recorded = tuple[Study, StudyConfig, StudyPlan, Path]
 
 
 def entry_of(name: str, rows: tuple[str, ...] = (), **changes: object) -> tuple[Study, Request]:
@@ -34,7 +35,7 @@ def entry_of(name: str, rows: tuple[str, ...] = (), **changes: object) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def runs(dataset: Dataset, tmp_path_factory) -> tuple[Study, StudyConfig, StudyPlan, Path]:
+def runs(dataset: Dataset, tmp_path_factory) -> Recorded:
     """Three seeds of two rows, with outliers and without accuracies."""
     out = tmp_path_factory.mktemp("runs")
     entry, request = entry_of("000:table1", ROWS, data=str(dataset.path), no_tasks=True)
@@ -47,9 +48,7 @@ def runs(dataset: Dataset, tmp_path_factory) -> tuple[Study, StudyConfig, StudyP
     return entry, study, plan, out
 
 
-def scored(
-    runs: tuple[Study, StudyConfig, StudyPlan, Path], dynamic: float, wanted: tuple[str, ...] = ("arc", "piqa")
-) -> Measured:
+def scored(runs: Recorded, dynamic: float, wanted: tuple[str, ...] = ("arc", "piqa")) -> Measured:
     """The same runs with accuracies on two tasks, the second always one half; the baseline has 0.25 on the first."""
     entry, study, plan, out = runs
     for run in plan.runs:
@@ -65,9 +64,7 @@ def verdict(measured: Measured) -> Verdict:
 
 
 @pytest.mark.slow
-def test_accuracy_claims_use_the_mean_over_tasks(
-    runs: tuple[Study, StudyConfig, StudyPlan, Path],
-) -> None:
+def test_accuracy_claims_use_the_mean_over_tasks(runs: Recorded) -> None:
     for dynamic, word in ((0.15, "contradicted"), (0.25, "not shown"), (0.35, "confirmed")):
         measured = scored(runs, dynamic)
         found = verdict(measured)
@@ -78,15 +75,11 @@ def test_accuracy_claims_use_the_mean_over_tasks(
     assert "accuracy, paper" in shown and "| 48.14 | 37.55 ± 0.03 |" in shown
     part = scored(runs, 0.35, wanted=("arc", "piqa", "boolq"))
     told = "exoformer_dynamic against base: accuracy not measured"
-    assert (verdict(part).direction, verdict(part).found) == ("not shown", told), (
-        "a mean over some of the tasks does not count"
-    )
+    assert (verdict(part).direction, verdict(part).found) == ("not shown", told), "not a mean over some of the tasks"
 
 
 @pytest.mark.slow
-def test_outliers_and_training_losses_are_measured_by_default(
-    runs: tuple[Study, StudyConfig, StudyPlan, Path],
-) -> None:
+def test_outliers_and_training_losses_are_measured_by_default(runs: Recorded) -> None:
     measured = scored(runs, 0.25)
     for name, value in (("peak_activation", 50.0), ("sink_ratio", 2.0), ("attention_sink", 0.2), ("train_loss", 3.0)):
         measure = MEASURES[name]

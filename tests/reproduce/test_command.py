@@ -86,18 +86,13 @@ def test_entry_runs_to_the_end_and_resumes(dataset: Dataset, tmp_path: Path, mon
 def test_demo_trains_small_models_separately_without_verdicts(dataset: Dataset, tmp_path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        TimingMeasurement, "measure", lambda *arguments: None
-    )  # takes seconds; covered by `test_timing.py`
+    monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)  # covered by `test_timing.py`
     out = tmp_path / "runs" / "004-table1-demo"  # the entry itself trains into 004-table1
     arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path)]
     quick = (
-        "model.layers=2",
-        "train.steps=4",
-        "train.schedule.warmup=1",
-        "train.micro_batch=2",
+        "model.layers=2", "train.steps=4", "train.schedule.warmup=1", "train.micro_batch=2",
         "data.validation_tokens=256",
-    )
+    )  # fmt: skip
     arguments += [word for change in quick for word in ("--set", change)]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -208,10 +208,8 @@ def test_the_page_states_the_source_of_its_numbers(tmp_path: Path) -> None:
     arguments = ["004:table1", "--study", str(tmp_path / "x.json"), "--out", str(tmp_path / "page")]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert (
-        "Full AttnRes outperforms pre-norm (tiny): direction confirmed, magnitude larger than the paper's."
-        in result.output
-    )
+    confirmed = "Full AttnRes outperforms pre-norm (tiny): direction confirmed, magnitude larger than the paper's."
+    assert confirmed in result.output
     page, table = ((tmp_path / "page" / name).read_text("utf-8") for name in ("report.html", "results.md"))
     for text in (page, table):
         assert "the study pretended, base tiny (" in text and "seeds 0, 1, 2" in text

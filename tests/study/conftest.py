@@ -26,19 +26,10 @@ from tests.study.recorded import Curve, write_run
 from tests.trained import prepare_sentences
 
 SMALL = (
-    "model.width=32",
-    "model.attention.heads=2",
-    "model.ffn.hidden=128",
-    "model.context=32",
-    "train.device=cpu",
-    "train.steps=10",
-    "train.micro_batch=2",
-    "train.schedule.warmup=2",
-    "train.log_every=1",
-    "train.validate_every=5",
-    "train.save_every=5",
-    "data.validation_tokens=256",
-)
+    "model.width=32", "model.attention.heads=2", "model.ffn.hidden=128", "model.context=32", "train.device=cpu",
+    "train.steps=10", "train.micro_batch=2", "train.schedule.warmup=2", "train.log_every=1", "train.validate_every=5",
+    "train.save_every=5", "data.validation_tokens=256",
+)  # fmt: skip
 SET_SMALL = [word for change in SMALL for word in ("--set", change)]
 """The same on a command line."""
 ENVIRONMENT = {"residua": "0.2.0", "mathematics": 1, "commit": "abc", "torch": "2.11", "gpu": "H200", "platform": "x"}

@@ -111,10 +111,8 @@ def test_a_folder_of_other_files_is_refused_and_unchanged(
     (tmp_path / stranger).write_text("its own")
     (tmp_path / "report.html").write_text("its own page")
     arguments = ["prenorm", "mgr", "--seeds", 1, *SET_SMALL, "--data", dataset.path, "--out", tmp_path, *plan]
-    assert (
-        refusal(*arguments)
-        == f"{tmp_path} contains {stranger}, which was not written by a study: choose another --out."
-    )
+    told = f"{tmp_path} contains {stranger}, which was not written by a study: choose another --out."
+    assert refusal(*arguments) == told
     assert {path.name for path in tmp_path.iterdir()} == {stranger, "report.html"}
     assert (tmp_path / "report.html").read_text() == "its own page"
 

@@ -342,9 +342,8 @@ def test_a_ladder_gives_equivalent_tokens_and_step_gains(study: StudyConfig, dat
     text = markdown(result)
     assert "The law of the ladder" not in text
     bent = ladder.model_copy(update={"law": replace(ladder.law, scale=ladder.law.scale * 0.96)})
-    missed = (
-        "misses the losses of prenorm: its run of 1.28 k tokens would be worth 0.90× its own tokens."  # 0.96^(1/0.4)
-    )
+    # 0.96^(1/0.4)
+    missed = "misses the losses of prenorm: its run of 1.28 k tokens would be worth 0.90× its own tokens."
     assert missed in markdown(result.model_copy(update={"ladder": (bent,)}))
     assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
 

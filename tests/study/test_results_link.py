@@ -48,10 +48,8 @@ def test_folder_and_results_file_can_be_moved_together(extended: Path, trainer: 
 
 def test_runs_recorded_only_in_a_missing_file_are_retrained(extended: Path, trainer: Trainer) -> None:
     Path("kept/x.json").unlink()
-    shown = printed(extended)
-    assert (
-        "kept/x.json, the results file of runs/second, is missing: runs recorded only there are trained again." in shown
-    )
+    told = "kept/x.json, the results file of runs/second, is missing: runs recorded only there are trained again."
+    assert told in printed(extended)
     assert trainer.trained == ["prenorm-seed0"]
 
 
