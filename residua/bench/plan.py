@@ -138,9 +138,9 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
         for divided in _divisions(config, gpus // (tensor * context), experts=tensor * context == 1):
             ranks, stages = divided.parallel.pipeline, divided.parallel.stages
             shares = dealt[stages] = dealt.get(stages) or shares_of(divided, facts.work)
-            hops = crossed[ranks, stages] = crossed.get((ranks, stages)) or plan_costs.hop_bytes(
-                divided, shares, facts.crossing
-            )
+            if (ranks, stages) not in crossed:
+                crossed[ranks, stages] = plan_costs.hop_bytes(divided, shares, facts.crossing)
+            hops = crossed[ranks, stages]
             plans.append(_plan(Division(divided, facts, shares, hops, tensor, context), machine))
     if not plans:
         raise ConfigError(

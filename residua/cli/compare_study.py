@@ -101,9 +101,8 @@ def _refuse_run(file: str, study: dict[str, Any]) -> None:
         )
     if "variants" not in study and ("extends" in study or isinstance(study.get("model"), dict)):
         raise ConfigError(
-            f"{file} configures a run, not a study: to compare variants of that run, use `residua compare "
-            "prenorm mgr --base "
-            f"{file}`."
+            f"{file} configures a run, not a study: to compare variants of that run, use `residua compare prenorm mgr "
+            f"--base {file}`."
         )
 
 

@@ -91,10 +91,8 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     )
     console.print(Text(line), soft_wrap=True)
     longest = max(run.config.tokens for run in plan.runs) / plan.text_tokens
-    notes = (
-        [f"The longest run reads the text {longest:.1f} times: use a longer text if possible."] if longest > 1 else []
-    )
-    for note in (*notes, *entry.notes):
+    repeats = f"The longest run reads the text {longest:.1f} times: use a longer text if possible."
+    for note in (*([repeats] if longest > 1 else []), *entry.notes):
         console.print(Text(f"• {note}"), soft_wrap=True)
 
 

@@ -388,10 +388,9 @@ def _nearest_width(name: str, model: ModelConfig, target: int, rule: MatchFFN | 
         if _off(_measured(candidate, rule), target) <= rule.tolerance:
             return candidate
     raise ConfigError(
-        f"variant {name!r} has {measured:,} {rule.unit}, which cannot be brought within "
-        f"{100 * rule.tolerance:.3g} % of "
-        f"the baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
-        "to 'none'."
+        f"variant {name!r} has {measured:,} {rule.unit}, which cannot be brought within {100 * rule.tolerance:.3g} % "
+        f"of the baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set "
+        "match.kind to 'none'."
     )
 
 

@@ -80,9 +80,9 @@ class StudyRecords:
             return
         records, timed = complete_records(self.plan, self.known), read_timings(self.study, self.plan, self.out)
         timings = {key: timed.get(key) or devices for key, devices in {**timed, **self.timings}.items()}
-        save_study(self.study, self.plan, records, self.dataset.fingerprint, self.facts, timings, self.commands).write(
-            self.results
-        )
+        fingerprint = self.dataset.fingerprint
+        saved = save_study(self.study, self.plan, records, fingerprint, self.facts, timings, self.commands)
+        saved.write(self.results)
 
     def start_of(self, run: PlannedRun) -> str | None:
         """The path, in this study, of the weights that a run starts from.

@@ -156,9 +156,8 @@ def _lead(result: StudyResult) -> str:
     who = ", ".join(others) if len(others) <= MAX_LEAD_NAMES else f"{len(others)} variants"
     why = verdicts.explanation(result)
     return (
-        f"{why}{' ' * bool(why)}{result.name}: {who} against {result.baseline}, {seeds}, "
-        "the same tokens in the same order. "
-        f"Above 1 is a gain.{missing}"
+        f"{why}{' ' * bool(why)}{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same "
+        f"order. Above 1 is a gain.{missing}"
     )
 
 

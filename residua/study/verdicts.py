@@ -169,9 +169,8 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     best = _best(timed)
     at = at_size(best.size, result)
     per_second = f"{_seconds(best):.2f}× per second{at}"
-    which = (
-        f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best significant variant"
-    )
+    largest = _seconds(best) == max(map(_seconds, timed))
+    which = f"the best of {len(timed)}" if largest else "the best significant variant"
     named = f"{which}, {best.name}," if len(timed) > 1 else best.name
     if pays(best) and (failed := _failed_seeds(best, result)):
         return "unsure", f"Not shown: {named} is {per_second}, but {failed}"
