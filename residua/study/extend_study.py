@@ -122,6 +122,10 @@ class StudyRecords:
             "has them with --from."
         )
 
+    def require_weights(self) -> None:
+        if missing := self.missing_weights():
+            raise ConfigError(missing)
+
     def progress_sentence(self) -> str:
         """How many runs of the study are complete, and how many are left to train."""
         local = self.complete()

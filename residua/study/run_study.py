@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from residua.config.settings import ConfigError
 from residua.study import measurements, train_runs
 from residua.study.collect_results import collect
 from residua.study.config import StudyConfig
@@ -38,8 +37,7 @@ def run_study(
     with train_runs.lock_results(results):
         study = settle(study, out, results)
         whole, questions = begin(study, out, console, results, command)
-        if missing := whole.missing_weights():
-            raise ConfigError(missing)
+        whole.require_weights()
         link_results(out, results)
         if whole.plan.trials:
             train_runs.tune_rates(study, whole.plan, out, console)

@@ -23,7 +23,6 @@ from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_ro
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
     from residua.model.topology.inference import InferenceTopology
-    from residua.model.topology.multigate import Recovery
 
 State = tuple[Tensor, ...]
 """Tensors only, since compilation, activation checkpointing and pipeline stages pass the state on."""
@@ -157,6 +156,28 @@ class Initialization:
     def factors(self, sublayers: int) -> Sequence[float]:
         """`sum_factors` as explicit numbers."""
         return [1.0] * (sublayers + 1) if self.sum_factors is None else self.sum_factors
+
+
+class Recovery:
+    """Junctions that recover their inputs from their outputs in the backward pass.
+
+    kept: sublayers after which the junction stores its input instead, because recovery would be inexact.
+    """
+
+    def __init__(self, streams: int) -> None:
+        self.streams = streams
+        self.kept: tuple[int, ...] = ()
+
+    def amplification(self, k: int, beta: Tensor) -> Tensor | None:
+        """How much recovery after sublayer k amplifies rounding; None if it recovers nothing, or recovers exactly.
+
+        `beta` [B, T, n] are its write gates.
+        """
+        raise NotImplementedError
+
+    def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
+        """Sublayers to add to `kept`; `epsilon` is the rounding error of the streams."""
+        raise NotImplementedError
 
 
 class Boundary:

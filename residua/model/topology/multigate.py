@@ -16,7 +16,15 @@ from residua.config.topologies import depth_bias, gate_bias, lerping_sublayers
 from residua.errors import UserError
 from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
-from residua.model.topology.base import Boundary, FromEmbedding, Initialization, Items, State, reentrant_checkpoint
+from residua.model.topology.base import (
+    Boundary,
+    FromEmbedding,
+    Initialization,
+    Items,
+    Recovery,
+    State,
+    reentrant_checkpoint,
+)
 from residua.model.topology.facts import (
     Ablations,
     Costs,
@@ -90,7 +98,7 @@ class MultiGate(FromEmbedding):
         self.fill = sublayers - lerping
         self.competitive, self.memory, self.last = config.gate == "competitive", config.memory, sublayers - 1
         invert = config.memory if isinstance(config.memory, choices.Invert) else None
-        self._recovery = None if invert is None else Recovery(self.fill + 1, self.last, invert.share)
+        self._recovery = None if invert is None else StreamRecovery(self.fill + 1, self.last, invert.share)
         self.pools = nn.ModuleList(Pool(width) for _ in range(sublayers))
         self.gates = nn.ModuleList(Gates(width, bias) for _ in range(lerping))
 
@@ -205,26 +213,17 @@ def _unread(index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor
     return (h - weight * stream) / (1 - weight.clamp(max=1 - 1e-6))
 
 
-class Recovery:
-    """Junctions that recover their inputs from their outputs in the backward pass (EQUATIONS §3.2).
-
-    s = (s' − β f) / (1 − β) amplifies rounding where a gate overwrites much. kept: sublayers after which the junction
-    stores its input instead, because recovery would be inexact.
-    """
+class StreamRecovery(Recovery):
+    """Inversion (EQUATIONS §3.2): s = (s' − β f) / (1 − β) amplifies rounding where a gate overwrites much."""
 
     def __init__(self, streams: int, last: int, share: float) -> None:
-        self.streams, self.last, self.share = streams, last, share
-        self.kept: tuple[int, ...] = ()
+        super().__init__(streams)
+        self.last, self.share = last, share
 
     def amplification(self, k: int, beta: Tensor) -> Tensor | None:
-        """How much recovery after sublayer k amplifies rounding; None if it recovers nothing.
-
-        `beta` [B, T, n] are its write gates.
-        """
         return None if k == self.last else amplification(beta, self.share)
 
     def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
-        """Sublayers to add to `kept`; `epsilon` is the rounding error of the streams."""
         return junctions_to_keep(amplification, self.kept, epsilon)
 
 
