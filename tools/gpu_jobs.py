@@ -147,9 +147,10 @@ class Quiet:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         for _ in range(2):  # processes that others were just starting
             for path in self.folder.glob("*.pid"):
-                processes = tree(int(path.read_text()))
-                if os.getpid() not in processes:
-                    self._stop(processes)
+                with suppress(OSError, ValueError):  # a job that ends or begins right now
+                    processes = tree(int(path.read_text()))
+                    if os.getpid() not in processes:
+                        self._stop(processes)
         time.sleep(SETTLE)
 
     def _stop(self, processes: list[int]) -> None:

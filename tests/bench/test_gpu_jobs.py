@@ -58,6 +58,7 @@ def test_other_jobs_stand_still_while_one_times(tmp_path: Path, monkeypatch: pyt
     log = tmp_path / "other.log"
     while not log.stat().st_size:
         time.sleep(0.05)
+    (tmp_path / "starting.pid").touch()  # another job, whose number is not written yet
 
     def ask(turn: object, steps: int) -> list[float]:
         before = log.stat().st_size
@@ -93,7 +94,9 @@ def test_a_variable_holds_for_one_case_alone(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["kernels", "studies"])
 def test_committed_jobs_name_settings_that_exist(name: str) -> None:
     for job in gpu_jobs.read_jobs(ROOT / "docs/lab/jobs" / f"{name}.toml"):
-        if command := re.search(r"residua (.*)", job.run):
+        for tree in re.findall(r"env:PYTHONPATH=(\$\w+)", job.run):
+            assert f"ls -d {tree}/residua && " in job.run, "without it, python would import this checkout"
+        if command := re.search(r"(?:^|&& )residua (.*)", job.run):
             verb, values = parse([word for word in shlex.split(command[1]) if word != "$TEXTS"])
             if verb.startswith("bench "):
                 base = RunConfig.find(values["preset"]).override(values["overrides"] or [])

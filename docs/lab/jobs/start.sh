@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a file of jobs on a machine where nothing can be installed: `docs/lab/jobs/start.sh kernels 480 [ARCHIVE...]`.
 # Its arguments: the file of jobs, seconds, and tar archives to unpack once into the folder W: `site` with what Python lacks
-# (pip download --only-binary=:all:, unpacked), `old` and `masks` with other trees of the package, `corpus` with text.
+# (pip download --only-binary=:all:, unpacked), `old` and `masks` with other trees of the package, `corpus` with prepared text.
 set -euo pipefail
 export W=${W:-$HOME/jobs} REPO=$PWD
 mkdir -p "$W/site" "$W/results"
