@@ -14,8 +14,8 @@ from residua.ops.delta_rule import autograd, reference
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST_CHANNEL_HEAD = 256
 KIMI_KERNELS = "RESIDUA_KIMI_KERNELS"
-"""The environment variable that, set to 1, runs all of `kimi_delta` on kernels. They have not run on a GPU yet; by
-default only the products of decayed keys and queries have kernels."""
+"""The environment variable that, set to 1, runs all of `kimi_delta` on kernels, in bfloat16; by default only
+the products of decayed keys and queries have kernels."""
 
 
 def _heads(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
