@@ -322,7 +322,7 @@ def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
         inside_window = max(0, int(row["step"]) - max(before, begin))
         total, weight = total + inside_window * float(row["loss"]), weight + inside_window
         before = int(row["step"])
-    return total / weight
+    return total / weight if weight else math.nan
 
 
 def comparable(records: Mapping[K, RunRecord]) -> dict[K, RunRecord]:

@@ -172,11 +172,12 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
             continue
         changed = differences(RunConfig.from_toml(written), run.config)
         about, path, start = read_environment(run.folder), run.config.data.path, run.config.train.start
+        text, weights = about.get(TEXT), about.get(START)
         # the same text or the same weights may lie elsewhere now
-        texts, weights = changed.keys() & {"data.path", "data.tokenizer"}, changed.keys() & {"train.start"}
-        if texts and path is not None and about.get(TEXT) == Dataset.open(path).fingerprint:
+        texts = changed.keys() & {"data.path", "data.tokenizer"}
+        if texts and text and path is not None and text == Dataset.open(path).fingerprint:
             changed = {key: pair for key, pair in changed.items() if key not in texts}
-        if weights and start is not None and (about.get(START) or "unknown") == weights_fingerprint(start):
+        if "train.start" in changed and weights and start is not None and weights == weights_fingerprint(start):
             del changed["train.start"]
         for key, (old, new) in changed.items():
             raise ConfigError(
