@@ -85,9 +85,11 @@ def test_long_curves_are_thinned_and_speeds_are_not(chosen: Choose, dataset: Dat
     (one,) = plan.runs
     write_run(one, falling)
     rows = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
-    many = [{**row, "step": i + 1, "tokens_per_second": float(i)} for i in range(1000) for row in rows[:1]]
+    many = [{**rows[0], "step": i + 1, "tokens_per_second": i, "memory_gib": i % 8} for i in range(1000)]
     (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*many, *rows[1::2]]))
     record = read_run(one.folder, one.config)
+    assert record.tokens_per_second == sum(range(100, 1000)) / 900, "without the first tenth, which compiles"
+    assert record.memory_gib == 7
     saved = save_study(study, plan, {one: record}, dataset.fingerprint, None)
     assert len(saved.runs[0].train.step) == 60
     assert (saved.runs[0].train.step[0], saved.runs[0].train.step[-1]) == (1, 1000)
