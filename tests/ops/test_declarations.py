@@ -1,5 +1,6 @@
 """One declaration for each operator, with examples of its inputs; tracing knows the shapes of all results."""
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,14 @@ def test_every_operator_belongs_to_a_folder_with_cases() -> None:
     homes = {name: run.__module__ for name, run in launchers.items() if run.__module__.startswith("residua.ops.")}
     assert len(homes) > 60
     assert [name for name, home in homes.items() if home.removesuffix(".launch") not in folders] == []
+
+
+@pytest.mark.parametrize("name", [name for name, (o, _) in EXAMPLES.items() if getattr(ops, o.__name__, None) is o])
+def test_public_operators_accept_arguments_by_name(name: str) -> None:
+    operator, case = EXAMPLES[name]
+    named = inspect.signature(operator).bind(*case.args, **case.settings).arguments
+    with ops.backend("triton"):
+        assert operator.fuses(**named) == case.is_fused(operator)
 
 
 class Shapes(TorchDispatchMode):

@@ -13,11 +13,13 @@ HIGHEST_RANK = 128
 MOST_STREAMS = 16
 
 
-def _serves(streams: Tensor, injection: Tensor, update: Tensor, *weights: Tensor | None, **_: Any) -> bool:
+def _serves(
+    streams: Tensor, injection: Tensor, update: Tensor, gain: Tensor, down: Tensor, up: Tensor,
+    inject: Tensor | None = None, **_: Any,
+) -> bool:  # fmt: skip
     """Supports few streams and a rank whose sums fit into registers."""
-    gain, down, *rest = (w for w in weights if w is not None)
     few = len(gain) <= MOST_STREAMS and len(down) <= HIGHEST_RANK
-    return few and supports(streams, injection, update, gain, down, *rest)
+    return few and supports(streams, injection, update, gain, down, up, *([] if inject is None else [inject]))
 
 
 def _cases(d: Draw) -> Cases:
