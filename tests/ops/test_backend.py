@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from residua import ops
-from residua.ops._runtime import triton_support
+from residua.ops._runtime import launch, triton_support
 from residua.ops._runtime.backend import Operator
 
 
@@ -103,6 +103,14 @@ def test_delta_rule_docs_state_equation_and_every_argument(operator: Operator) -
 def test_an_operator_as_a_class_attribute_is_not_bound(operator: Operator) -> None:
     holder = type("Holder", (), {"operator": operator})
     assert holder().operator is operator and holder.operator is operator
+
+
+def test_a_kernel_is_looked_up_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(launch, "import_module", lambda name: imported.append(name) or inspect)
+    kernels = launch.Kernels("inspect")
+    assert imported == []
+    assert [kernels.signature, kernels.signature] == [inspect.signature] * 2 and imported == ["inspect"]
 
 
 ROWS = torch.randn(6, 16)

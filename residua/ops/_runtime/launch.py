@@ -20,7 +20,9 @@ class Kernels:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._module), name)
+        kernel = getattr(import_module(self._module), name)
+        setattr(self, name, kernel)  # the next launch finds it without this method
+        return kernel
 
 
 kernels = Kernels("residua.ops._runtime.kernels")

@@ -119,10 +119,12 @@ def differentiate(
     `backward` returns the gradients of the inputs, and may leave out those at the end that have none.
     """
 
+    count = len(operator._schema.arguments)  # reading a schema copies all its arguments
+
     def register(backward: Backward) -> Backward:
         def complete(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             given = backward(ctx, *gradients)
-            return *given, *[None] * (len(operator._schema.arguments) - len(given))
+            return *given, *[None] * (count - len(given))
 
         torch.library.register_autograd(operator, complete, setup_context=save, lib=_LIBRARY)
         return backward

@@ -50,8 +50,15 @@ def differentiable(
         node: Any = type(function.__name__, (torch.autograd.Function,), methods)
 
         def apply(*args: P.args, **_: P.kwargs) -> R:
-            lengths = [len(value) if isinstance(value, list | tuple) else None for value in args]
-            flat = [part for value in args for part in (value if isinstance(value, list | tuple) else [value])]
+            lengths: list[int | None] = []
+            flat: list[Any] = []
+            for value in args:
+                if isinstance(value, (list, tuple)):  # `list | tuple` would be built anew each time
+                    lengths.append(len(value))
+                    flat.extend(value)
+                else:
+                    lengths.append(None)
+                    flat.append(value)
             result: R = node.apply(lengths, *flat)
             return result
 
