@@ -1,5 +1,7 @@
 """An order of execution over layers: loops, listed layers, and counts of executions and parameters."""
 
+import re
+import tomllib
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from residua.model.size import measure, measure_work
 from residua.train.optimizer import build_optimizer
 from tests.golden.compare import close, randomise
 from tests.model.depth import SMALL
+from tests.model.page_plugins import PAGES
 from tests.model.small import small, tokens_and_targets
 from tests.model.test_decoding import LOOP
 from tests.model.test_refusals import INJECTED
@@ -71,6 +74,12 @@ def test_one_turn_and_a_plain_list_equal_the_sequential_model() -> None:
         torch.manual_seed(0)
         found.append(residua.build(small(order=order))(tokens))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_documented_order_is_read_as_described() -> None:
+    (table,) = re.findall(r"```toml\n(\[model\.order\].*?)```", PAGES, re.S)
+    config = small(layers=6, order=tomllib.loads(table)["model"]["order"])
+    assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5) and config.sublayers == 20
 
 
 def test_orders_expand_to_executed_layers() -> None:
