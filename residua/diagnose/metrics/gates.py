@@ -344,9 +344,10 @@ def _histogram(model: Model) -> Figure | None:
 def _by_stream(model: Model) -> dict[str, Figure | None]:
     """Writer × stream: median, quartiles and maximum."""
     known = [b for b in model.betas if len(b.by_stream) > 1]
-    streams = [f"stream {i}" for i in range(max((len(b.by_stream) for b in known), default=0))]
+    if not known:
+        return {}
+    streams = [f"stream {i}" for i in range(max(len(b.by_stream) for b in known))]
     names = [model.sites[b.site].name for b in known]
-
     shown = {"lower quartile": "lower", "median": "median", "upper quartile": "upper", "largest": "largest"}
     return {
         title: heatmap(
@@ -354,5 +355,4 @@ def _by_stream(model: Model) -> dict[str, Figure | None]:
             f"{title} of β",
         )
         for title, value in shown.items()
-        if known
     }  # fmt: skip

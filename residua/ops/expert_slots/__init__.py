@@ -68,4 +68,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
         rows = gradients[0][place]
-        return rows if ctx.choices == 1 else rows.unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+        if ctx.choices > 1:
+            rows = rows.unflatten(0, (-1, ctx.choices)).sum(1)
+        return rows, None, None, None

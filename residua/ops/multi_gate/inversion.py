@@ -152,7 +152,8 @@ def _inverted_backward(
         streams = recovered.flatten(0, -2).index_copy_(0, where, rows).view_as(recovered)
     g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
     g_streams, g_update, *g_weights = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
-    return [g_streams] if ctx.count == 1 else g_streams.unbind(-2), g_update, g_weights, [streams] * ctx.linked
+    apart = [g_streams] if ctx.count == 1 else g_streams.unbind(-2)
+    return apart, g_update, g_weights, [streams] * ctx.linked
 
 
 @differentiable(_inverted_backward)
