@@ -53,7 +53,7 @@ def differentiable(
             lengths: list[int | None] = []
             flat: list[Any] = []
             for value in args:
-                if isinstance(value, (list, tuple)):  # `list | tuple` would be built anew each time
+                if isinstance(value, (list, tuple)):  # `list | tuple` would be built in every call
                     lengths.append(len(value))
                     flat.extend(value)
                 else:
