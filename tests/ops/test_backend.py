@@ -4,6 +4,7 @@ import inspect
 import pydoc
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from residua import ops
 from residua.ops._runtime import launch, triton_support
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.tracing import differentiable
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +155,13 @@ def test_forward_mode_through_cross_entropy_is_refused() -> None:
     hidden, weight, targets = torch.randn(3, 16), torch.randn(9, 16), torch.tensor([1, 0, 8])
     with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of linear_cross_entropy"):
         torch.func.jvp(lambda h: ops.linear_cross_entropy(h, weight, targets)[0], (hidden,), (hidden,))
+
+
+def test_functions_with_gradients_refuse_keyword_arguments() -> None:
+    @differentiable(lambda ctx, g: (2 * g,))
+    def scaled(ctx: Any, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return x * factor
+
+    assert scaled(torch.ones(2), 3.0).tolist() == [3.0, 3.0]
+    with pytest.raises(TypeError, match="scaled takes arguments by position, not factor by name"):
+        scaled(torch.ones(2), factor=3.0)

@@ -49,7 +49,9 @@ def differentiable(
         methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         node: Any = type(function.__name__, (torch.autograd.Function,), methods)
 
-        def apply(*args: P.args, **_: P.kwargs) -> R:
+        def apply(*args: P.args, **keywords: P.kwargs) -> R:
+            if keywords:
+                raise TypeError(f"{function.__name__} takes arguments by position, not {', '.join(keywords)} by name")
             lengths: list[int | None] = []
             flat: list[Any] = []
             for value in args:
