@@ -27,12 +27,13 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -160,6 +161,12 @@ class Quiet:
                     os.kill(process, signal.SIGSTOP)
                     self.stopped.append(process)
 
+    def __enter__(self) -> None:
+        self.hold()
+
+    def __exit__(self, *error: object) -> None:
+        self.let_go()
+
     def let_go(self) -> None:
         for process in reversed(self.stopped):
             with suppress(OSError):
@@ -172,14 +179,28 @@ class Quiet:
 
 @contextmanager
 def timings_alone(folder: Path) -> Iterator[Quiet]:
-    """Within the block, steps that residua times in turns are timed while all other jobs are stopped."""
+    """Within the block, steps in turns, inference and operators are timed while all other jobs are stopped."""
+    from residua.bench import inference, operators
     from residua.bench import turns as bench
     from residua.config import variants
+    from residua.study import timing
     from residua.train import turns
 
-    quiet, ask, end = Quiet(folder), turns.Turn.ask, turns.Turn.end
+    quiet, ask, end, open_turn = Quiet(folder), turns.Turn.ask, turns.Turn.end, turns.open_turn
     environment, overrides, opened = turns.python_environment, variants.overrides, bench._open
+    inferred, timed, ceilings = inference._timed, operators._time, operators.measure_ceilings
     extra: dict[str, str] = {}
+
+    def inferred_alone(*arguments: Any) -> Iterator[Any]:
+        with quiet:
+            yield from inferred(*arguments)
+
+    def alone(measure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with quiet:
+                return measure(*arguments)
+
+        return run
 
     def ask_alone(turn: Any, steps: int) -> list[float]:
         quiet.hold()
@@ -191,6 +212,15 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
         finally:
             quiet.let_go()
 
+    @contextmanager
+    def open_alone(*arguments: Any) -> Iterator[Any]:
+        with open_turn(*arguments) as turn:
+            yield turn
+        quiet.let_go()
+
+    def study_timing(*words: str) -> list[str]:
+        return [sys.executable, "-P", str(Path(__file__).resolve()), *words]
+
     def open_with_variables(case: Any, *arguments: Any) -> Any:
         extra.clear()
         extra.update(word.removeprefix(WORD).split("=", 1) for word in case.name.split() if word.startswith(WORD))
@@ -199,10 +229,13 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
             extra["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"inductor-{own}")
         return opened(case, *arguments)
 
-    turns.Turn.ask, turns.Turn.end = ask_alone, end_alone  # type: ignore[method-assign]
+    turns.Turn.ask, turns.Turn.end, turns.open_turn = ask_alone, end_alone, open_alone  # type: ignore[method-assign]
+    timing.python_command = study_timing
     turns.python_environment = lambda **changes: {**environment(**changes), **extra}
     variants.overrides = lambda words, *rest: overrides([word for word in words if not word.startswith(WORD)], *rest)
     bench._open = open_with_variables
+    inference._timed, operators._time = inferred_alone, alone(timed)
+    inference.measure_ceilings = operators.measure_ceilings = alone(ceilings)
     try:
         yield quiet
     finally:
@@ -210,13 +243,18 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
 
 
 def main() -> None:
-    """Run a file of jobs, or, as their commands do, residua with its timings alone."""
+    """Run a file of jobs, or, as their commands do, residua or one of its modules with timings alone."""
     if sys.argv[1:2] == ["residua"]:
         sys.argv[:2] = ["residua"]
         from residua.cli.main import main as residua
 
         with timings_alone(Path(os.environ[QUIET])):
             residua()
+        return
+    if sys.argv[1:2] == ["-m"]:  # the process in which a study times its models
+        with timings_alone(Path(os.environ[QUIET])):
+            sys.argv[:2] = []
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", type=Path)

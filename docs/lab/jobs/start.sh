@@ -7,10 +7,10 @@ export W=${W:-$HOME/jobs} REPO=$PWD
 mkdir -p "$W/site" "$W/results"
 for archive in "${@:3}"; do tar -xf "$archive" -C "$W" --skip-old-files; done
 cp docs/lab/jobs/*.toml "$W/results/"
-cp -n docs/results/exo-parts.json docs/results/twenty/8x384.json "$W/results/" || true
-export HERE=$W/results OLD=$W/old MASKS=$W/masks CORPUS=$W/corpus/text TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-}
+cp -n docs/results/{exo-parts,shelf,twenty,mini-39m,twenty/8x384}.json "$W/results/" || true
+export HERE=$W/results GPT2=${GPT2:-} OLD=$W/old MASKS=$W/masks CORPUS=$W/corpus/text TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-}
 export PYTHONPATH=$REPO:$W/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PATH=$W/bin:$PATH
 export TORCHINDUCTOR_CACHE_DIR=$W/cache/inductor TRITON_CACHE_DIR=$W/cache/triton XDG_CACHE_HOME=$W/cache
 mkdir -p "$W/bin"
 printf '#!/bin/sh\nexec python3 -P -m pytest "$@"\n' > "$W/bin/pytest" && chmod +x "$W/bin/pytest"
-exec python3 -P tools/gpu_jobs.py "docs/lab/jobs/$1.toml" --out "$W/results" --memory 125 --seconds "$2"
+exec python3 -P tools/gpu_jobs.py "docs/lab/jobs/$1.toml" --out "$W/results" --memory "${MEMORY:-125}" --seconds "$2"
