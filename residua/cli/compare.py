@@ -154,6 +154,7 @@ def compare(
     residua compare study.toml
     residua compare study.toml --results docs/results/wiki.json
     residua compare docs/results/wiki.json
+    residua compare docs/results/wiki.json --baseline mgr
     residua compare small.json large.json --out runs/page
     residua compare first-machine.json second-machine.json --results both.json
 
@@ -176,7 +177,8 @@ def compare(
     }  # fmt: skip
     chosen = {key: value for key, value in options.items() if value is not None}
     if what and all(word.endswith(".json") for word in what):
-        _show([Path(word) for word in what], out, results, console, ignored=[*chosen, *["from"] * bool(start)])
+        ignored = [*(key for key in chosen if key != "baseline"), *["from"] * bool(start)]
+        _show([Path(word) for word in what], out, results, console, baseline, ignored)
         return
 
     from residua.cli.compare_study import resolve_study
@@ -204,7 +206,14 @@ def _remembered(folder: Path, console: Console) -> Path | None:
     return path if path.is_file() else None
 
 
-def _show(files: list[Path], out: Path | None, results: Path | None, console: Console, ignored: list[str]) -> None:
+def _show(
+    files: list[Path],
+    out: Path | None,
+    results: Path | None,
+    console: Console,
+    baseline: str | None,
+    ignored: list[str],
+) -> None:
     """Print the tables of results files, several as one study; write its page to `out` and its file to `results`."""
     from residua.files import refuse_used
     from residua.study.extend_study import unite
@@ -214,6 +223,8 @@ def _show(files: list[Path], out: Path | None, results: Path | None, console: Co
     if ignored:
         option = ignored[0].replace("_", "-")
         raise UserError(f"{files[0]} holds results, which can only be shown: --{option} has no effect.")
+    if baseline is not None and results is not None:
+        raise UserError("--baseline only changes what is shown, and a file keeps its own: leave --results out.")
     if out is not None:
         refuse_used(out)
     if results is not None and results.exists():
@@ -221,7 +232,7 @@ def _show(files: list[Path], out: Path | None, results: Path | None, console: Co
     whole = unite(files)
     if results is not None:
         whole.write(results)
-    print_study(console, show_saved(whole, out))
+    print_study(console, show_saved(whole, out, baseline=baseline))
     if results is not None:
         say(console, f"\nAll {len(whole.runs)} runs are in {results}")
     if out is not None:

@@ -92,9 +92,14 @@ def write_report(
     return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
 
 
-def show_saved(saved: SavedStudy, out: Path | None = None, supplement: Supplement | None = None) -> StudyResult:
-    """The results of a saved study; with `out`, also write its files and page there, without run folders."""
-    result = saved.result(out or NOWHERE)
+def show_saved(
+    saved: SavedStudy, out: Path | None = None, supplement: Supplement | None = None, baseline: str | None = None
+) -> StudyResult:
+    """The results of a saved study; with `out`, also write its files and page there, without run folders.
+
+    `baseline` is a variant to compare with instead of the study's own.
+    """
+    result = saved.result(out or NOWHERE, baseline)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_report(saved.config, result, saved.records(saved.plan(out)), out, supplement, saved.commands)
@@ -168,7 +173,11 @@ def _verdict(section: Section, result: StudyResult) -> None:
         section.verdict(" ".join([verdict(best, result), verdicts.comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
     notes = (" ".join(verdicts.matching_sentences(result)), verdicts.side_by_side_sentence(result))
-    texts = (verdicts.validation_sentence(result), *verdicts.text_sentences(result))
+    texts = (
+        verdicts.own_baseline_sentence(result),
+        verdicts.validation_sentence(result),
+        *verdicts.text_sentences(result),
+    )
     for sentence in (*texts, *notes, *verdicts.ladder_sentences(result)):
         if sentence:
             section.note(sentence)

@@ -198,6 +198,7 @@ class StudyResult(Frozen):
     version: Literal[1] = 1
     name: str
     baseline: str
+    own_baseline: str | None = Field(None, description="the study's own, if results are relative to another variant")
     confidence: float
     seeds: tuple[int, ...]
     side_by_side: int = Field(description="runs that shared the machine while speeds were measured")

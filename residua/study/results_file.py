@@ -38,7 +38,7 @@ from residua.study.plan import (
 )
 from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord
 from residua.study.results import DatasetFacts, StudyResult
-from residua.study.timing import StepTiming
+from residua.study.timing import StepTiming, comparable_with_any
 from residua.train.environment import START
 from residua.train.result import FinalValidation
 
@@ -249,10 +249,34 @@ class SavedStudy(Frozen):
             **{key: getattr(saved, key) for key in OF_THE_MODEL},
         )
 
-    def result(self, out: Path = NOWHERE) -> StudyResult:
-        """Collect the results of the study, whose folder is `out` if it has one."""
-        plan = self.plan(out)
-        return collect(self.config, plan, self.records(plan), {}, self.dataset, self.timings)
+    def result(self, out: Path = NOWHERE, baseline: str | None = None) -> StudyResult:
+        """Collect the results of the study, whose folder is `out` if it has one.
+
+        With `baseline` they are relative to that variant; the runs, and what models were matched to, stay the same.
+        """
+        plan, study = self.plan(out), self.config
+        if baseline is None or baseline == study.baseline:
+            return collect(study, plan, self.records(plan), {}, self.dataset, self.timings)
+        self._refuse_baseline_without_runs(baseline)
+        timings, other = comparable_with_any(self.timings, study.baseline), {"baseline": baseline}
+        result = collect(study.model_copy(update=other), plan, self.records(plan), {}, self.dataset, timings)
+        return result.model_copy(update={"own_baseline": study.baseline})
+
+    def _refuse_baseline_without_runs(self, baseline: str) -> None:
+        planned = {(model.size, model.variant) for model in self.models}
+        trained = {(run.size, run.variant) for run in self.runs if run.budget == 1.0}
+
+        def is_everywhere(name: str) -> bool:
+            return all((size, name) in cells for cells in (planned, trained) for size, _ in cells)
+
+        if not is_everywhere(baseline):
+            study = self.config
+            at = " at every size" * (len(study.sizes) > 1)
+            others = ", ".join(name for name in study.variants if is_everywhere(name))
+            raise UserError(
+                f"the study {study.name} has no complete run of {shown(baseline)}{at} to compare with: choose one of "
+                f"{others}."
+            )
 
     def _check(self, content: dict[str, Any]) -> None:
         """Refuse a file that was changed, or whose parts are inconsistent."""

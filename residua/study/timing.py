@@ -177,6 +177,24 @@ def comparable_timings(
     return {device: timing for device, timing in devices.items() if ours.get(device) in (None, theirs.get(device))}
 
 
+def comparable_with_any(
+    timings: Mapping[tuple[str, str], Mapping[str, StepTiming]], baseline: str
+) -> dict[tuple[str, str], dict[str, StepTiming]]:
+    """Timings in which any variant can stand in for `baseline`, with which each alternated.
+
+    Two variants compare by their ratios to the baseline, so with the errors of both. The baseline's ratio to itself is
+    1 without error. Devices where the baseline was not timed are left out: nothing alternated there.
+    """
+    return {
+        (size, name): {
+            device: timing.model_copy(update={"error": 0.0}) if name == baseline else timing
+            for device, timing in devices.items()
+            if device in timings.get((size, baseline), {})
+        }
+        for (size, name), devices in timings.items()
+    }
+
+
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
     """Print a line per timed variant; report failures, and let the study continue."""
     threads = threads_per_run(study.model_copy(update={"workers": 1}))

@@ -503,13 +503,27 @@ def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
     )
 
 
+def own_baseline_sentence(result: StudyResult) -> str:
+    """If results are relative to another variant: the study's own baseline, and its remaining uses; else empty."""
+    if result.own_baseline is None:
+        return ""
+    rows = result.variants
+    uses = [
+        *["models were matched to it"] * any(row.matching for row in rows),
+        *["each step was timed in turn with it"] * any(row.timing is not None for row in rows),
+    ]
+    still = f": {' and '.join(uses)}" * bool(uses)
+    return f"Variants are compared with {result.baseline}. The study's own baseline is {result.own_baseline}{still}."
+
+
 def matching_sentences(result: StudyResult) -> list[str]:
     """The changes that matching made, one sentence per variant."""
-    to_match = " to match the baseline's parameters ("
+    to_match = f" to match {result.own_baseline or 'the baseline'}'s parameters ("
+    own_ratio = {row.size: row.parameters_ratio for row in result.variants if row.name == result.own_baseline}
     return [
         f"{sized_name(row, result)}: {row.matching}"
         f"{' (parameters ' if FOR_FLOPS in row.matching or NOT_COUNTED in row.matching else to_match}"
-        f"{row.parameters_ratio - 1:+.2%})."
+        f"{row.parameters_ratio / own_ratio.get(row.size, 1.0) - 1:+.2%})."
         for row in result.variants
         if row.matching
     ]
@@ -547,6 +561,7 @@ def study_sentences(result: StudyResult) -> list[str]:
     unequal = unequal_seeds(result)
     compared = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     sentences = [
+        own_baseline_sentence(result),
         validation_sentence(result),
         *text_sentences(result),
         dataset_sentence(result),
