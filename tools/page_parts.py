@@ -8,6 +8,7 @@
 
 and those that take a word:
 
+    against NAMES    the answer relative to the first variant named; of all, or of those named after it
     also TITLES      further tables of the study, by title: `also low-precision,tasks`
     claims ENTRY     what the study says about the claims of a paper's table: `claims 004:table1`
     peaks VARIANTS   the largest |h| over tokens (docs/img/NAME-peaks.svg), and how it grew
@@ -34,6 +35,7 @@ from residua.reproduce.entry import Order
 from residua.reproduce.existing_study import NOT_THERE, share
 from residua.study.extend_study import unite
 from residua.study.figures import picture
+from residua.study.gains import comparisons
 from residua.study.results import StudyResult, VariantResult
 from residua.study.results_file import SavedStudy
 from residua.study.statistics import count, mean
@@ -49,7 +51,7 @@ from residua.study.tables import (
     peak_table,
     study_tables,
 )
-from residua.study.verdicts import comparisons_sentence, validation_sentence
+from residua.study.verdicts import comparisons_sentence, own_baseline_sentence, validation_sentence
 
 sys.path.append(str(Path(__file__).parent))
 from study_extras import depths_picture, peak_picture, sizes_picture, with_external_ladder
@@ -91,9 +93,29 @@ def _compared(result: StudyResult) -> list[str]:
 
 def _answer(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
     """Of the largest size."""
+    return [*_short_table(result, _by_loss(result), SPARED), *_caption(result), *_compared(result)]
+
+
+def _by_loss(result: StudyResult) -> list[VariantResult]:
+    """The rows of the largest size, the lowest loss first."""
     losses = [(row.loss.value, row) for row in result.rows(result.sizes[-1]) if row.loss is not None]
-    rows = [row for _, row in sorted(losses, key=lambda pair: pair[0])]
-    return [*_short_table(result, rows, SPARED), *_caption(result), *_compared(result)]
+    return [row for _, row in sorted(losses, key=lambda pair: pair[0])]
+
+
+def _against(named: str, name: str, studies: Studies, results: Results, up: str) -> list[str]:
+    """Of the largest size. Variants that are not shown still count as comparisons."""
+    baseline, *chosen = named.split(",")
+    result = studies[name].result(baseline=baseline)
+    rows = _by_loss(result)
+    stranger = next((variant for variant in chosen if variant not in {row.name for row in rows}), None)
+    if stranger is not None:
+        raise ValueError(f"the study {name} has no run of {stranger}, which a page compares with {baseline}.")
+    table = _short_table(result, [row for row in rows if not chosen or row.name in (baseline, *chosen)], SPARED)
+    compared = _compared(result)
+    if chosen and compared:
+        every = counted(comparisons(result.sizes[-1], result), "comparison")
+        compared = ["", f"Holm's correction covers all {every} with {baseline}, also those not shown."]
+    return [*table, *_caption(result), "", own_baseline_sentence(result), *compared]
 
 
 def _picture(name: str, saved: SavedStudy, result: StudyResult, up: str) -> list[str]:
@@ -334,6 +356,7 @@ PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
     "answer": _answer, "rates": _rates, "picture": _picture, "sizes": _sizes, "made": _made,
 }  # fmt: skip
 WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, Studies, Results, str], list[str]]]] = {
-    "also": ("TITLES", _also), "claims": ("ENTRY", _claims), "peaks": ("VARIANTS", _peaks),
-    "ladder": ("STUDY", _ladder), "beside": ("STUDIES", _beside), "over": ("STUDIES", _over),
+    "against": ("NAMES", _against), "also": ("TITLES", _also), "claims": ("ENTRY", _claims),
+    "peaks": ("VARIANTS", _peaks), "ladder": ("STUDY", _ladder), "beside": ("STUDIES", _beside),
+    "over": ("STUDIES", _over),
 }  # fmt: skip

@@ -147,6 +147,23 @@ def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root:
     assert "Not judged yet: the study pretended has no complete run of the rows that 003:table1 compares" in text
 
 
+def test_a_page_can_compare_with_another_variant(results: ModuleType, root: Path) -> None:
+    ends = {"prenorm": 3.0, "mgr": 2.9, "exoformer": 2.85, "resformer": 2.95}
+    saved_study(ends).write(root / "docs" / "results" / "pretended.json")
+    every, chosen = "pretended against mgr", "pretended against mgr,exoformer"
+    (text, _), (part, _) = made_of(results, root, every), made_of(results, root, chosen)
+    names = [[line.split(" ")[1] for line in page.splitlines()[4:] if line.startswith("| ")] for page in (text, part)]
+    assert names == [["exoformer", "mgr", "resformer", "prenorm"], ["exoformer", "mgr"]], "the lowest loss first"
+    row = next(line for line in part.splitlines() if line.startswith("| exoformer"))
+    assert row in text and float(row.split(" | ")[2].split()[0]) == pytest.approx(-0.05, abs=1e-3)
+    assert "| mgr (baseline) |" in part and "own baseline is prenorm: models were matched to it." in part
+    assert "After Holm's correction for 3 comparisons" in text and "The best was selected" not in part
+    assert "Holm's correction covers all 3 comparisons with mgr, also those not shown." in part
+    for block, words in (("lost", "no complete run of 'lost'"), ("mgr,lost", "has no run of lost")):
+        with pytest.raises(ValueError, match=words):
+            made_of(results, root, f"pretended against {block}")
+
+
 def test_peaks_of_chosen_variants_are_drawn_and_listed(results: ModuleType, root: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "gatednorm": 2.9}), {"prenorm": (2.0, 3.0, 4.0)})
     saved.write(root / "docs" / "results" / "pretended.json")
