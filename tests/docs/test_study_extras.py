@@ -78,7 +78,7 @@ def test_published_studies_report_gains_left_after_correction(studies: tuple[Sav
     assert sum(map(pays, at_s.variants)) == 6 and not any(map(loses, at_s.variants))
     best = next(row for row in at_s.variants if row.name == "mgr2_resformer")
     assert best.shrunk.value < best.wall_clock_gain.value
-    first = ["resformer", "mgr_resformer", "mgr_independent", "naive", "nuresformer", "gatednorm_resformer"]
+    first = ["resformer", "mgr_resformer", "mgr_independent", "naive", "nuresformer", "gatednorm_resformer", "strong"]
     assert [row.name for row in show_saved(small).variants if pays(row)] == first
     new_text = with_external_ladder(small, longer)[0].variants
     assert [row.name for row in new_text if pays(row)] == ["resformer", "mgr_resformer", "naive", "gatednorm_resformer"]
