@@ -45,8 +45,8 @@ from residua.ops.low_precision.fp8 import (
 )
 from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
 
-SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
-"""Signs of the rows of the Hadamard matrix; drawn once and the same everywhere, as in the paper."""
+NEGATIVE = 0b1101_1000_1011_0010
+"""Bits: columns of the Hadamard matrix with a negative sign; drawn once and the same everywhere, as in the paper."""
 
 
 Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
@@ -228,5 +228,6 @@ def hadamard(like: Tensor) -> Tensor:
     index = torch.arange(GROUP, device=like.device)
     common = index[:, None] & index
     bits = torch.stack([(common >> shift) & 1 for shift in range(GROUP.bit_length() - 1)]).sum(0)
-    signs = torch.tensor(SIGNS, device=like.device, dtype=like.dtype)
-    return (1 - 2 * (bits % 2)).to(like.dtype) * signs / GROUP**0.5
+    # by bits: a list of signs would be copied to the device, which a CUDA graph does not allow
+    signs = 1 - 2 * ((NEGATIVE >> index) & 1)
+    return ((1 - 2 * (bits % 2)) * signs).to(like.dtype) / GROUP**0.5
