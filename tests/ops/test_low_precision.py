@@ -317,6 +317,20 @@ def test_nvfp4_gradients_are_unbiased() -> None:
     assert mean < 1.5 * one / 100**0.5 < to_nearest / 3  # the error of a mean falls with the root of its draws
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_emulation_in_bf16_only_rounds_its_results(kind: str) -> None:
+    """Its factors are exact there, so that a GPU multiplies them on matrix units. NVFP4 rounds a result twice."""
+    x, w, g = (t.detach().bfloat16() for t in operands(512, 128, 64))
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(7)
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        y = fp8_linear(*leaves, new_scales(2**-4, 2**-12)) if kind == "fp8" else nvfp4_linear(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, g.to(dtype))])
+    for low, exact in zip(*results, strict=True):
+        torch.testing.assert_close(low.float(), exact, rtol=2.0**-8 if kind == "fp8" else 2.0**-7, atol=1e-5)
+
+
 def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
     h = hadamard(torch.empty(0, dtype=torch.float64))
     torch.testing.assert_close(h @ h.T, torch.eye(16, dtype=torch.float64))

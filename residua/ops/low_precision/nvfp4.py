@@ -60,8 +60,15 @@ class Nvfp4(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """x̂ [R, C] in fp32."""
-        step = self.scale.float() / self.global_scale
-        blocks: Tensor = e2m1_values(self.codes).unflatten(-1, (-1, GROUP))
+        return self._times(self.scale.float() / self.global_scale)
+
+    def unscaled(self) -> Tensor:
+        """x̂ · t⁻¹ [R, C] in bf16: exact, since a value of E2M1 times one of E4M3 has at most six significant bits."""
+        return self._times(self.scale.bfloat16())
+
+    def _times(self, step: Tensor) -> Tensor:
+        """The values of the codes, each block times its step [R, ⌈C/16⌉], in the step's dtype."""
+        blocks: Tensor = e2m1_values(self.codes).to(step.dtype).unflatten(-1, (-1, GROUP))
         return (blocks * step[..., None]).flatten(-2)[:, : self.columns]
 
     @property

@@ -43,7 +43,7 @@ from residua.ops.low_precision.fp8 import (
     largest_of,
     scale_of,
 )
-from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
+from residua.ops.low_precision.nvfp4 import GROUP, Nvfp4, encode_nvfp4
 
 NEGATIVE = 0b1101_1000_1011_0010
 """Bits: columns of the Hadamard matrix with a negative sign; drawn once and the same everywhere, as in the paper."""
@@ -54,9 +54,15 @@ Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
 
 
 def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """The product of the rounded values in single precision, as in hardware except for the order of the sum."""
+    """The product of the rounded values in single precision, as in hardware except for the order of the sum.
+
+    For a result in bf16, the factors are in bf16 too, which holds every FP8 code times a power of two: its products are
+    summed in float32, and on a GPU's matrix units.
+    """
+    kind = dtype if dtype is torch.bfloat16 else torch.float32
     with no_autocast(a.values):
-        return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
+        x, y = ((codes.values.float() * codes.scale).to(kind) for codes in (a, b))
+        return (x @ y.t()).to(dtype)
 
 
 def on_hardware(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
@@ -192,9 +198,9 @@ class _Nvfp4(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
-        low = round_nvfp4_blocks(weight, height=GROUP)
+        low, scale = _factors(weight, dtype, height=GROUP)
         with no_autocast(x):
-            y = (round_nvfp4_blocks(rows) @ low.t()).to(dtype)
+            y = _product(_factors(rows, dtype), (low.t(), scale), dtype)
         ctx.save_for_backward(rows, weight)
         ctx.shape = x.shape
         return y.view(*x.shape[:-1], weight.shape[0])
@@ -202,18 +208,41 @@ class _Nvfp4(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        g = dy.flatten(end_dim=-2).float()
-        dx = round_nvfp4_blocks(g, torch.rand_like(g)) @ round_nvfp4_blocks(weight, height=GROUP)
-        turned_g, turned_x = (rotate_tokens(t.float()).t().contiguous() for t in (g, x))
-        dw = round_nvfp4_blocks(turned_g, torch.rand_like(turned_g)) @ round_nvfp4_blocks(turned_x).t()
+        g, dtype = dy.flatten(end_dim=-2).float(), dy.dtype
+        dx = _product(_factors(g, dtype, torch.rand_like(g)), _factors(weight, dtype, height=GROUP), dtype)
+        turned_g, turned_x = (rotate_tokens(t.float()).t() for t in (g, x))
+        low, scale = _factors(turned_x, dtype)
+        noise = torch.rand(turned_g.shape, device=g.device)
+        dw = _product(_factors(turned_g, dtype, noise), (low.t(), scale), dtype)
         return dx.view(ctx.shape).to(x.dtype), dw.to(weight.dtype)
 
 
-def round_nvfp4_blocks(x: Tensor, noise: Tensor | None = None, height: int = 1) -> Tensor:
-    """x [R, C] rounded to NVFP4 under one second scale, in blocks of `height` × 16; stochastically with `noise`."""
-    rows = x.shape[0]
-    padded = pad(x, (0, 0, 0, -rows % height))
-    return encode_nvfp4(padded, "tensor", height=height, noise=noise).dequantize()[:rows]
+Factors = tuple[Tensor, Tensor | float]
+"""x̂ as values · scale."""
+
+
+def _factors(x: Tensor, dtype: torch.dtype, noise: Tensor | None = None, height: int = 1) -> Factors:
+    """x̂ for a product in this dtype; for bf16, values that it holds exactly and a GPU's matrix units multiply."""
+    low = _encode(x, noise, height)
+    if dtype is not torch.bfloat16:
+        return low.dequantize()[: x.shape[0]], 1.0
+    return low.unscaled()[: x.shape[0]], 1 / low.global_scale
+
+
+def _product(a: Factors, b: Factors, dtype: torch.dtype) -> Tensor:
+    """a b; the sum of a product in bf16 is rounded before its scale is applied, and after."""
+    result: Tensor = a[0] @ b[0] * (a[1] * b[1])
+    return result.to(dtype)
+
+
+def round_nvfp4_blocks(x: Tensor) -> Tensor:
+    """x [R, C] rounded to NVFP4 under one second scale, in blocks of 1 × 16."""
+    return _encode(x, None, 1).dequantize()
+
+
+def _encode(x: Tensor, noise: Tensor | None, height: int) -> Nvfp4:
+    """x in blocks of `height` × 16, its rows padded to whole ones; stochastically with `noise`."""
+    return encode_nvfp4(pad(x, (0, 0, 0, -x.shape[0] % height)), "tensor", height=height, noise=noise)
 
 
 def rotate_tokens(x: Tensor) -> Tensor:
