@@ -1,7 +1,9 @@
 """tools/gpu_jobs.py: order of jobs, what is left after a failure or the deadline, timings without the others."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -93,13 +95,15 @@ def test_a_variable_holds_for_one_case_alone(tmp_path: Path, monkeypatch: pytest
     assert seen == ["x", None]
 
 
-@pytest.mark.parametrize("name", ["kernels", "studies"])
+@pytest.mark.parametrize("name", ["kernels", "studies", "low-precision"])
 def test_committed_jobs_name_settings_that_exist(name: str) -> None:
     for job in gpu_jobs.read_jobs(ROOT / "docs/lab/jobs" / f"{name}.toml"):
         for tree in re.findall(r"env:PYTHONPATH=(\$\w+)", job.run):
             assert f"ls -d {tree}/residua && " in job.run, "without it, python would import this checkout"
-        if command := re.search(r"(?:^|&& )residua (.*)", job.run):
+        if command := re.search(r"(?:^|&& |; )residua (.*)", job.run):
             verb, values = parse([word for word in shlex.split(command[1]) if word != "$TEXTS"])
+            for study in re.findall(r"docs/results/studies/\S+toml", command[1]):
+                assert StudyConfig.from_toml(ROOT / study).variants
             if verb.startswith("bench "):
                 for preset in [values["preset"]] if "preset" in values else values.get("presets", []):
                     base = RunConfig.find(preset).override(values.get("overrides") or [])
@@ -113,3 +117,14 @@ def test_committed_parts_of_studies_exist(name: str, variants: int) -> None:
     study = StudyConfig.from_toml(ROOT / "docs/lab/jobs" / f"{name}.toml")
     assert len(study.variants) == variants and study.baseline == "prenorm"
     assert all(is_known(entry) for entries in study.variants.values() for entry in entries)
+
+
+@pytest.mark.parametrize(("name", "study"), [("studies", "shelf"), ("low-precision", "low-precision-training")])
+def test_studies_cut_into_jobs_lose_no_variant(tmp_path: Path, name: str, study: str) -> None:
+    for job in gpu_jobs.read_jobs(ROOT / "docs/lab/jobs" / f"{name}.toml"):
+        if cut := re.search(r"(?:sed|grep) .* > \$HERE/\S+", job.run):
+            subprocess.run(["bash", "-c", cut[0]], cwd=ROOT, env={**os.environ, "HERE": str(tmp_path)}, check=True)
+    parts = [StudyConfig.from_toml(path) for path in tmp_path.glob("*.toml")]
+    whole = StudyConfig.from_toml(ROOT / "docs/results/studies" / f"{study}.toml")
+    assert len(parts) > 1 and {name for part in parts for name in part.variants} == {*whole.variants}
+    assert all("prenorm" in part.variants and part.set == whole.set for part in parts)

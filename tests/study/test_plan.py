@@ -5,17 +5,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError, read_toml
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
+from residua.model.decoder import build
 from residua.model.size import measure
 from residua.study import StudyConfig
+from residua.study.config import match
 from residua.study.plan import StudyPlan, base_run, make_plan, vary
 from residua.study.run_study import preview
 from residua.study.train_runs import check_folders, cost_sentences, refuse_strangers, same_sentences
+from residua.train.low_precision import chosen_products
 from tests.study.conftest import changed
 
 pytestmark = pytest.mark.slow
@@ -71,6 +75,20 @@ def test_every_committed_study_is_valid(path: Path) -> None:
                 vary(study, base_run(study, size), name)
     else:
         RunConfig.from_toml(path)
+
+
+@pytest.mark.parametrize("name", ["training", "mini", "s"])
+def test_low_precision_studies_take_every_matrix(name: str) -> None:
+    """Products need multiples of 16: another feed-forward width, as matching may choose, leaves matrices in bf16."""
+    study = StudyConfig.from_toml(Path(f"docs/results/studies/low-precision-{name}.toml"))
+    vocabulary = ["model.vocab_size=8192"] if name == "training" else []
+    base = base_run(study, study.base).override(vocabulary)
+    target = study.match.measured(measure(base.model))
+    for variant in (variant for variant in study.variants if variant.endswith(("_fp8", "_nvfp4"))):
+        config = vary(study, base, variant).override(["train.low_precision.spared=0"])
+        with torch.device("meta"):
+            model = build(match(variant, config.model, target, study.match)[0])
+        assert len(chosen_products(model, config.train)) == 4 * config.model.layers, variant
 
 
 def test_a_folder_with_another_configuration_is_refused(plan: StudyPlan, dataset: Dataset) -> None:
