@@ -34,11 +34,12 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 WORD = "env:"
 QUIET = "GPU_JOBS_FOLDER"
@@ -229,17 +230,28 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
             extra["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"inductor-{own}")
         return opened(case, *arguments)
 
-    turns.Turn.ask, turns.Turn.end, turns.open_turn = ask_alone, end_alone, open_alone  # type: ignore[method-assign]
-    timing.python_command = study_timing
-    turns.python_environment = lambda **changes: {**environment(**changes), **extra}
-    variants.overrides = lambda words, *rest: overrides([word for word in words if not word.startswith(WORD)], *rest)
-    bench._open = open_with_variables
-    inference._timed, operators._time = inferred_alone, alone(timed)
-    inference.measure_ceilings = operators.measure_ceilings = alone(ceilings)
-    try:
+    def without_variables(words: Any, *rest: Any) -> list[str]:
+        return overrides([word for word in words if not word.startswith(WORD)], *rest)
+
+    measured_alone = alone(ceilings)
+    changes: list[tuple[Any, str, Any]] = [
+        (turns.Turn, "ask", ask_alone),
+        (turns.Turn, "end", end_alone),
+        (turns, "open_turn", open_alone),
+        (turns, "python_environment", lambda **changes: {**environment(**changes), **extra}),
+        (timing, "python_command", study_timing),
+        (variants, "overrides", without_variables),
+        (bench, "_open", open_with_variables),
+        (inference, "_timed", inferred_alone),
+        (operators, "_time", alone(timed)),
+        (inference, "measure_ceilings", measured_alone),
+        (operators, "measure_ceilings", measured_alone),
+    ]
+    with ExitStack() as changed:
+        changed.callback(quiet.let_go)
+        for change in changes:
+            changed.enter_context(patch.object(*change))
         yield quiet
-    finally:
-        quiet.let_go()
 
 
 def main() -> None:

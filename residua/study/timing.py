@@ -50,6 +50,8 @@ ROUNDS = 10
 """Turns of a variant and the baseline; the error comes from their ratios."""
 MAX_DRIFT = 0.03
 """If the baseline's step time changes by more than this, earlier timings are no longer comparable."""
+MAX_ERROR = 0.05
+"""A recorded timing with a larger standard error is taken again."""
 MAX_IDLE_SPREAD = 0.5
 """If step times spread by more than this share of their median, other programs were using the machine."""
 
@@ -157,14 +159,14 @@ def keep_timings(
     """Record timings from elsewhere, without replacing those of this folder.
 
     A device whose baseline was timed here in another session is skipped: the speeds would not be comparable. So are
-    timings of a busy machine, which support no conclusion: they are taken again.
+    timings of a busy machine or with a large error, which support no conclusion: they are taken again.
     """
     here = read_timings(study, plan, out)
     for (size, name), devices in timings.items():
         title, config = model_title(study, size, name), plan.models[size, name].config
         recorded = _read(out, title, config)
         base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
-        idle = {d: timing for d, timing in devices.items() if not timing.busy}
+        idle = {d: timing for d, timing in devices.items() if not timing.busy and timing.error <= MAX_ERROR}
         same = comparable_timings(idle, theirs, base)
         if same.keys() - recorded.devices.keys():
             recorded.write(_path(out, title), {**same, **recorded.devices})

@@ -201,9 +201,10 @@ def test_saved_timings_are_not_mixed_with_a_new_baseline(timed: Timed) -> None:
     keep_timings(timed.config, timed.plan, timed.out, saved)
     assert timed.recorded == saved  # from one session
     timed.forget()
-    busy = {device: timing.model_copy(update={"p90": 9.0}) for device, timing in saved["tiny", "mgr"].items()}
-    keep_timings(timed.config, timed.plan, timed.out, {**saved, ("tiny", "mgr"): busy})
-    assert timed.recorded == {**saved, ("tiny", "mgr"): {}}
+    for poor in ({"p90": 9.0}, {"error": 0.06}):
+        taken = {device: timing.model_copy(update=poor) for device, timing in saved["tiny", "mgr"].items()}
+        keep_timings(timed.config, timed.plan, timed.out, {**saved, ("tiny", "mgr"): taken})
+        assert timed.recorded == {**saved, ("tiny", "mgr"): {}}
     timed.seconds = 2.0
     timed.forget()
     timed.time()
