@@ -185,7 +185,8 @@ def comparable_with_any(
     """Timings in which any variant can stand in for `baseline`, with which each alternated.
 
     Two variants compare by their ratios to the baseline, so with the errors of both. The baseline's ratio to itself is
-    1 without error. Devices where the baseline was not timed are left out: nothing alternated there.
+    1 without error. Devices where the baseline was not timed are left out: nothing alternated there. Files from before
+    steps alternated have the baseline's drift in each variant's error, but not the error of the baseline itself.
     """
     return {
         (size, name): {

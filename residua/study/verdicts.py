@@ -510,7 +510,7 @@ def own_baseline_sentence(result: StudyResult) -> str:
     rows = result.variants
     uses = [
         *["models were matched to it"] * any(row.matching for row in rows),
-        *["each step was timed in turn with it"] * any(row.timing is not None for row in rows),
+        *["steps were timed relative to its step"] * any(row.timing is not None for row in rows),
     ]
     still = f": {' and '.join(uses)}" * bool(uses)
     return f"Variants are compared with {result.baseline}. The study's own baseline is {result.own_baseline}{still}."

@@ -100,8 +100,8 @@ def test_losses_models_and_matching_stay_those_of_the_study(laddered: SavedStudy
     assert sentences == matching_sentences(other) != []
     told = own_baseline_sentence(other)
     assert told == (
-        "Variants are compared with exoformer. The study's own baseline is prenorm: models were matched to it and each "
-        "step was timed in turn with it."
+        "Variants are compared with exoformer. The study's own baseline is prenorm: models were matched to it and "
+        "steps were timed relative to its step."
     )
     assert study_sentences(other)[0] == told and own_baseline_sentence(own) == ""
     assert laddered.result(baseline="prenorm") == own
