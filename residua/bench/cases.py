@@ -72,7 +72,6 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
     makers: dict[str, Callable[[Shape, torch.device], Case]] = {
         "multi_gate": partial(_declared, "multi_gate", f"multi_gate, {shape.streams} streams"),
         "gated_norm": partial(_declared, "gated_norm", f"gated_norm, rank {shape.rank}"),
-        "gated_residual": partial(_declared, "gated_residual", f"gated_residual, {shape.streams} streams"),
         "add_norm": partial(_declared, "add_norm", "add_norm"),
         "depth_attention": _depth_attention,
         "mix_projection": partial(_declared, "mix_projection", "mix_projection, elementwise"),

@@ -11,7 +11,6 @@ from residua.ops.expert_ffn import expert_ffn
 from residua.ops.expert_routing import Routed, route
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.gated_output import gated_output
-from residua.ops.gated_residual import gated_residual
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, single_pass_step, sinkhorn
 from residua.ops.linear_cross_entropy import linear_cross_entropy, training_cross_entropy
@@ -45,7 +44,6 @@ __all__ = [
     "gated_delta",
     "gated_norm",
     "gated_output",
-    "gated_residual",
     "gates",
     "grouped_linear",
     "hyper_step",

@@ -114,12 +114,6 @@ def gated_norm_added(dtype: torch.dtype, width: int, rank: int, tokens: int = 70
     torch.ops.residua.gated_norm_backward(x, added, *weights, *saved, x)
 
 
-def gated_residual(dtype: torch.dtype, width: int, n: int, rank: int, tokens: int = 70) -> None:
-    weights = (draw(n, width), draw(rank, n * width), draw(n * width, rank), draw(n, n * width))
-    streams, update = draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype)
-    both(ops.gated_residual(streams, draw(tokens, n), update, *weights))
-
-
 def norm_rotate(dtype: torch.dtype, width: int, heads: int = 3, length: int = 4) -> None:
     table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
     both(ops.norm_rotate(draw(2, length, heads, width, dtype=dtype), draw(width), *table))
@@ -440,8 +434,6 @@ def small_cases() -> Iterator[Case]:
     yield case(gated_norm, BF16, 768, 16)
     yield case(gated_norm_added, BF16, 768, 16)
     yield case(gated_norm, FP32, 33, 4)
-    yield case(gated_residual, BF16, 512, 4, 64)
-    yield case(gated_residual, FP32, 33, 3, 5)
     yield case(delta_rule, False, BF16, 128, 2, False)
     yield case(delta_rule, False, BF16, 32, 1, True)
     yield case(convolve_heads, BF16, 128, 4, False)
@@ -497,8 +489,6 @@ def wide_cases() -> Iterator[Case]:
         for rank in (1, 16, 20, 64):
             yield case(gated_norm, dtype, width, rank)
             yield case(gated_norm_added, dtype, width, rank)
-        for n, rank in product((2, 3, 4, 8), (16, 64, 128)):
-            yield case(gated_residual, dtype, width, n, rank)
         for n, norm, used in product((1, 2, 3, 4), ("all", "each", "none"), (1, 2, 3)):
             yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
         for n, norm, used in product((1, 2, 3, 4), ("all", "each"), (1, 2, 3)):

@@ -8,15 +8,17 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad, silu
+from torch.utils.checkpoint import checkpoint
 
-from residua import ops
 from residua.config import choices
 from residua.model.norm import GATE_STD
 from residua.model.taps import tap
 from residua.model.topology.base import State, Topology
 from residua.model.topology.facts import Ablations, Costs, SourceNames, reads_changed, trace_rows
-from residua.ops._runtime.numeric import wide
-from residua.ops.gated_residual import reference
+from residua.ops._runtime.numeric import ALIGNED, wide
+
+EPS = 1e-6
 
 
 class GatedResidual(Topology):
@@ -39,32 +41,32 @@ class GatedResidual(Topology):
         self.last_read = StreamRead(config.streams, width, rank, injects=False)
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
-        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
-        h, *injection = self._reader(0)(X)
-        return h, (X, *injection)
+        return self._read(0, x[..., None, :].expand(*x.shape[:-1], self.streams, -1))
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        h, X, *injection = self._reader(k + 1)(*state, y)
+        X, injection = state
+        X = (wide(X) + injection[..., None] * wide(y)[..., None, :]).to(X.dtype)
         tap(f"depth.{k}.streams", X)
-        tap(f"depth.{k}.weights", lambda: wide(self._gates(k, X)[1]).mean(-1) / self.streams)
+        tap(f"depth.{k}.weights", lambda: wide(self._reader(k + 1).gates(X)[1]).mean(-1) / self.streams)
+        return self._read(k + 1, X)
+
+    def _read(self, reader: int, X: Tensor) -> tuple[Tensor, State]:
+        h, *injection = self._reader(reader)(X)
         return h, (X, *injection)
 
     def _reader(self, reader: int) -> StreamRead:
         return cast(StreamRead, self.reads[reader] if reader < len(self.reads) else self.last_read)
 
-    def _gates(self, k: int, X: Tensor) -> tuple[Tensor, Tensor]:
-        """X̂ and the scores of the read after sublayer k, both [B, T, n, C]."""
-        read = self._reader(k + 1)
-        return reference.gates(X, read.gain, read.down, read.up)
-
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Counted in the kernels, without tensors of rank r, such as the maps' outputs for each stream.
+        """Counted in a compiled step at n = 4: the passes between the gate's matrix products exceed the floor.
 
-        Forward: X, y → X'; X' → h. Backward: X', dh → the gradient through the maps, which gives dX with X', dh and
-        dX'; dX, y → dy.
+        Forward 27 rows. X, y → X'; W_down and W_inj read X'; scores are written, then read with X' → h. Backward 65:
+        scores, X', dh → the scores' gradient, which two products read; one more reads X'; the gradient through the maps
+        is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X is stored,
+        and the scores are written again: 4 rows.
         """
         floor, n = trace_rows(self, sublayers, width), self.streams
-        return Costs(lambda: floor, (3 * n + 2 + 5 * n + 4) * sublayers, kept_widths=n)
+        return Costs(lambda: floor, (6 * n + 3 + 16 * n + 5) * sublayers, kept_widths=n)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")
@@ -76,7 +78,7 @@ class GatedResidual(Topology):
 
     def _unread(self, index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The read after sublayer k without one stream."""
-        normed, scores = self._gates(k, tensors[f"depth.{k}.streams"])
+        normed, scores = self._reader(k + 1).gates(tensors[f"depth.{k}.streams"])
         return h - (normed * scores / self.streams)[..., index, :]
 
 
@@ -98,9 +100,43 @@ class StreamRead(nn.Module):
             if matrix is not None:
                 nn.init.normal_(matrix, std=GATE_STD)
 
-    def forward(self, X: Tensor, injection: Tensor | None = None, y: Tensor | None = None) -> tuple[Tensor, ...]:
-        """h, with an output y also X' with y written into it, and inj [B, T, n] if it injects."""
-        maps = (self.gain, self.down, self.up, self.inject)
-        if injection is None or y is None:
-            return reference.read(X, *maps)
-        return ops.gated_residual(X, injection, y, *maps)
+    def forward(self, X: Tensor) -> tuple[Tensor, ...]:
+        """h and, if it injects, inj [B, T, n]."""
+        normed, projected = self._project(X)
+        h = wide(normed * self._scores(projected, X)).mean(-2).to(X.dtype)
+        n, rank = len(self.gain), len(self.down)
+        return (h,) if self.inject is None else (h, 2 * torch.sigmoid(projected[..., rank : rank + n]))
+
+    def gates(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """X̂ and the scores σ(W_up silu(…)), both [B, T, n, C]."""
+        normed, projected = self._project(X)
+        return normed, self._scores(projected, X)
+
+    def _project(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """X̂ [B, T, n, C], and vec(X̂)/n times W_down and W_inj [B, T, r + n, zero-padded], the latter in float32.
+
+        One product computes both from X: the maps absorb the gains, and a stream's 1/rms multiplies its part of the
+        result. A compiled step then neither writes X̂ nor stores it for the backward pass.
+        """
+        x = wide(X)
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        maps = self.down if self.inject is None else torch.cat([self.down, self.inject])
+        maps = wide(pad(maps, (0, 0, 0, -len(maps) % ALIGNED))).unflatten(1, self.gain.shape)
+        weight = (maps * wide(self.gain) / len(self.gain)).permute(1, 2, 0).to(X.dtype)  # [n, C, r + n, zero-padded]
+        parts = wide(torch.bmm(X.flatten(0, -3).transpose(0, 1), weight))  # [n, B T, r + n, zero-padded]
+        projected = (parts * rstd.flatten(0, -3).transpose(0, 1)).sum(0)
+        return (x * rstd * wide(self.gain)).to(X.dtype), projected.view(*X.shape[:-2], projected.shape[-1])
+
+    def _scores(self, projected: Tensor, X: Tensor) -> Tensor:
+        """σ(W_up silu(…)), in the shape of X.
+
+        Compiled code computes it again in the backward pass: the scores would take as much memory as the streams.
+        """
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._gate, projected, X, use_reentrant=False)
+            return again
+        return self._gate(projected, X)
+
+    def _gate(self, projected: Tensor, X: Tensor) -> Tensor:
+        hidden = silu(projected[..., : len(self.down)]).to(X.dtype)
+        return torch.sigmoid(linear(hidden, self.up.to(X.dtype))).to(X.dtype).view_as(X)
