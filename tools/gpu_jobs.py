@@ -44,6 +44,8 @@ from unittest.mock import patch
 WORD = "env:"
 QUIET = "GPU_JOBS_FOLDER"
 """The environment variable that names the folder of logs to the commands of jobs."""
+LOCK = "quiet.lock"
+"""The file in this folder that a timing process locks while others are stopped."""
 SETTLE = 1.5
 """Seconds for launched work of stopped processes to end."""
 
@@ -92,6 +94,7 @@ def run_jobs(jobs: list[Job], out: Path, memory: float, seconds: float) -> bool:
                 waiting.remove(job)
                 free -= job.memory
                 running[job.name] = (job, _start(job, out), time.monotonic())
+            _continue_left(out, [child.pid for _, child, _ in running.values()])
             time.sleep(0.2)
     finally:
         for name, (_, child, _) in running.items():
@@ -120,6 +123,23 @@ def _start(job: Job, out: Path) -> subprocess.Popen[bytes]:
     return child
 
 
+def _continue_left(out: Path, jobs: list[int]) -> None:
+    """Continue jobs if nobody holds the lock: a process that was killed while it timed has left them stopped."""
+    with (out / LOCK).open("a") as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for job in jobs:
+            if _is_stopped(job):
+                for process in tree(job):
+                    with suppress(OSError):
+                        os.kill(process, signal.SIGCONT)
+
+
+def _is_stopped(process: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    return False
+
+
 def tree(root: int) -> list[int]:
     """A process and all that it has started."""
     children: dict[int, list[int]] = {}
@@ -145,7 +165,7 @@ class Quiet:
     def hold(self) -> None:
         if self.lock is not None:
             return
-        self.lock = (self.folder / "quiet.lock").open("a")
+        self.lock = (self.folder / LOCK).open("a")
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         for _ in range(2):  # processes that others were just starting
             for path in self.folder.glob("*.pid"):
@@ -215,9 +235,12 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
 
     @contextmanager
     def open_alone(*arguments: Any) -> Iterator[Any]:
-        with open_turn(*arguments) as turn:
-            yield turn
-        quiet.let_go()
+        quiet.let_go()  # after the baseline: this model compiles first
+        try:
+            with open_turn(*arguments) as turn:
+                yield turn
+        finally:
+            quiet.let_go()
 
     def study_timing(*words: str) -> list[str]:
         return [sys.executable, "-P", str(Path(__file__).resolve()), *words]

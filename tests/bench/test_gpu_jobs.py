@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,31 @@ def test_jobs_that_failed_or_were_ended_run_again(tmp_path: Path, capsys: pytest
     assert gpu_jobs.run_jobs(made, tmp_path, memory=1, seconds=20)
     first, second, *rest = (tmp_path / "ran").read_text().split()
     assert ({first, second}, rest) == ({"good", "bad"}, ["bad", "after"])
+
+
+def test_jobs_go_on_if_their_timing_process_was_killed(tmp_path: Path) -> None:
+    stop = "kill -STOP $(cat worker.pid); sleep 1; echo timed >> order"
+    made = jobs(worker={"run": "sleep 0.5; echo ends >> order"}, timer={"run": f"flock {gpu_jobs.LOCK} sh -c '{stop}'"})
+    assert gpu_jobs.run_jobs(made, tmp_path, memory=1, seconds=20)
+    assert (tmp_path / "order").read_text().split() == ["timed", "ends"], "not before the lock is free"
+
+
+def test_other_jobs_run_while_a_studys_model_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.train import turns
+
+    monkeypatch.setattr(gpu_jobs, "SETTLE", 0.0)
+    monkeypatch.setattr(turns, "open_turn", lambda *arguments: nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(turns.Turn, "ask", lambda turn, steps: [])
+    with gpu_jobs.timings_alone(tmp_path) as quiet, turns.open_turn("baseline", [], tmp_path) as baseline:
+        for _ in range(2):
+            turns.Turn.ask(baseline, 1)
+            with pytest.raises(ValueError, match="too large"), turns.open_turn("variant", [], tmp_path):
+                assert quiet.lock is None, "it compiles first"
+                turns.Turn.ask(baseline, 1)
+                assert quiet.lock is not None
+                raise ValueError("too large")
+            assert quiet.lock is None
+    assert turns.open_turn("", []).__class__ is nullcontext, "restored"
 
 
 def test_other_jobs_stand_still_while_one_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
