@@ -79,7 +79,7 @@ class StudyRecords:
         if self.results is None:
             return
         records, timed = complete_records(self.plan, self.known), read_timings(self.study, self.plan, self.out)
-        timings = {key: timed.get(key) or devices for key, devices in {**timed, **self.timings}.items()}
+        timings = _united_timings(timed, self.timings, self.study.baseline)
         fingerprint = self.dataset.fingerprint
         saved = save_study(self.study, self.plan, records, fingerprint, self.facts, timings, self.commands)
         saved.write(self.results)

@@ -159,6 +159,26 @@ def test_timings_are_stored_in_the_file(
     assert SavedStudy.read(tmp_path / "x.json").config.time_alone  # so that the file's own study times the third, too
 
 
+def test_timings_of_two_sessions_are_not_saved_together(
+    chosen: Choose, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The baseline became slower, so it was timed again; the variant could not be."""
+    timing = StepTiming(device="H200", tokens=64, median=0.5, p10=0.4, p90=0.6, count=10, error=0.01)
+    speeds = {"prenorm": timing, "mgr": timing}
+
+    def timed(self: TimingMeasurement, plan: StudyPlan, console: Console) -> None:
+        shutil.rmtree(self.out / "timings", ignore_errors=True)
+        taken = {key: {"H200": speeds[key[1]]} for key in plan.models if key[1] in speeds}
+        keep_timings(self.study, plan, self.out, taken)
+
+    monkeypatch.setattr(TimingMeasurement, "measure", timed)
+    study, file = chosen("mgr", time_alone=True), tmp_path / "x.json"
+    compare(study, tmp_path / "first", file)
+    speeds = {"prenorm": timing.scaled(2.0)}
+    compare(study, tmp_path / "second", file)
+    assert SavedStudy.read(file).timings == {("tiny", "prenorm"): {"H200": speeds["prenorm"]}, ("tiny", "mgr"): {}}
+
+
 @pytest.fixture(scope="module")
 def made_once(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of four complete runs in `first`, and its numbers in x.json."""
