@@ -317,6 +317,18 @@ def test_nvfp4_gradients_are_unbiased() -> None:
     assert mean < 1.5 * one / 100**0.5 < to_nearest / 3  # the error of a mean falls with the root of its draws
 
 
+def emulated(kind: str, x: Tensor, w: Tensor) -> Tensor:
+    return fp8_linear(x, w, new_scales(2**-4, 2**-12)) if kind == "fp8" else nvfp4_linear(x, w)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_emulation_under_autocast_only_rounds_its_result(kind: str) -> None:
+    x, w, _ = operands()
+    with torch.autocast("cpu", torch.float16):
+        y = emulated(kind, x, w)
+    assert y.dtype is torch.float16 and torch.equal(y, emulated(kind, x, w).half())
+
+
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_emulation_in_bf16_only_rounds_its_results(kind: str) -> None:
     """Its factors are exact there, so that a GPU multiplies them on matrix units. NVFP4 rounds a result twice."""
@@ -325,7 +337,7 @@ def test_emulation_in_bf16_only_rounds_its_results(kind: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(7)
         leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
-        y = fp8_linear(*leaves, new_scales(2**-4, 2**-12)) if kind == "fp8" else nvfp4_linear(*leaves)
+        y = emulated(kind, *leaves)
         results.append([y, *torch.autograd.grad(y, leaves, g.to(dtype))])
     for low, exact in zip(*results, strict=True):
         torch.testing.assert_close(low.float(), exact, rtol=2.0**-8 if kind == "fp8" else 2.0**-7, atol=1e-5)
@@ -334,6 +346,7 @@ def test_emulation_in_bf16_only_rounds_its_results(kind: str) -> None:
 def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
     h = hadamard(torch.empty(0, dtype=torch.float64))
     torch.testing.assert_close(h @ h.T, torch.eye(16, dtype=torch.float64))
+    assert (h[0] < 0).nonzero().flatten().tolist() == [1, 4, 5, 7, 11, 12, 14, 15], "as in every run so far"
     even = h @ torch.ones(16, dtype=torch.float64)
     assert (h.abs() == 0.25).all() and even.abs().max() < 4  # without signs, equal tokens would become an outlier
 
