@@ -297,7 +297,10 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=120.0, help="GiB of the GPU that all jobs may reserve")
     parser.add_argument("--seconds", type=float, default=86400.0)
     given = parser.parse_args()
-    sys.exit(0 if run_jobs(read_jobs(given.jobs), given.out, given.memory, given.seconds) else 1)
+    jobs = read_jobs(given.jobs)
+    if large := [job.name for job in jobs if job.memory > given.memory]:
+        parser.error(f"{', '.join(large)} would never start, nor any job after it: --memory is {given.memory:g} GiB")
+    sys.exit(0 if run_jobs(jobs, given.out, given.memory, given.seconds) else 1)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,29 @@ def test_other_jobs_stand_still_while_one_times(tmp_path: Path, monkeypatch: pyt
     child.wait()
 
 
+def test_inference_and_operators_are_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from residua.bench import inference, operators
+    from residua.study import timing
+
+    monkeypatch.setattr(gpu_jobs, "SETTLE", 0.0)
+    held: list[bool] = []
+    places = [(inference, "_timed"), (operators, "_time"), *((at, "measure_ceilings") for at in (inference, operators))]
+    for place in places:
+        monkeypatch.setattr(*place, lambda: [held.append(quiet.lock is not None)])
+    with gpu_jobs.timings_alone(tmp_path) as quiet:
+        for module, name in places:
+            list(getattr(module, name)())
+            assert held.pop() and quiet.lock is None
+        assert timing.python_command("-m", "x")[2:] == [gpu_jobs.__file__, "-m", "x"], "the same tool times a study"
+
+
+def test_a_job_larger_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs.toml").write_text('[large]\nrun = "true"\nmemory = 80\n')
+    monkeypatch.setattr(sys, "argv", ["gpu_jobs", str(tmp_path / "jobs.toml"), "--memory", "79"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_jobs.main()
+
+
 def test_a_variable_holds_for_one_case_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.bench import turns as bench
     from residua.bench.step import read_cases
