@@ -74,13 +74,25 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update(self.advance())
+        return loss
+
+    def advance(self) -> list[Numbers]:
+        """Count a step; returns the numbers of its update that change from step to step, for each group."""
+        numbers: list[Numbers] = []
         for group in self.param_groups:
-            rule = _RULES[group["rule"]]
+            used = any(p.grad is not None for p in group["params"])
+            group["steps"] += used
+            numbers.append(_RULES[group["rule"]].numbers(group) if used else ())
+        return numbers
+
+    @torch.no_grad()
+    def update(self, numbers: Sequence[Numbers]) -> None:
+        """Update every parameter that has a gradient, with the numbers that `advance` returned or tensors of them."""
+        for group, its_numbers in zip(self.param_groups, numbers, strict=True):
             with_gradient = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if with_gradient:
-                group["steps"] += 1
-                rule(self, group, with_gradient)
-        return loss
+                _RULES[group["rule"]].update(self, group, with_gradient, *its_numbers)
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The part of each tensor on this process; in this class, all of it."""
@@ -164,6 +176,16 @@ def _by_factor(group: dict[str, Any], factors: Mapping[str, float]) -> Iterator[
         yield group | lists | {"title": title, "peak_lr": group["peak_lr"] * factor}
 
 
+Numbers = Sequence[Any]
+"""Floats, or float64 tensors on the device, from which a CUDA graph reads them."""
+
+
+class _Rule(NamedTuple):
+    numbers: Callable[[dict[str, Any]], tuple[float, ...]]
+    """Learning rates, and corrections of means over few steps: they change from step to step."""
+    update: Callable[..., None]
+
+
 _STATE = {"muon": ("momentum",), "adamw": ("mean", "square")}
 
 
@@ -174,7 +196,11 @@ def _state(state: Any, group: dict[str, Any], parameter: nn.Parameter) -> dict[s
     return cast("dict[str, Tensor]", state[parameter])
 
 
-def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) -> None:
+def _muon_numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    return group["lr"], group["lr"] * group["weight_decay"]
+
+
+def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int], rate: Any, decay: Any) -> None:
     """m ← βm + (1−β)g; u = polar(βm + (1−β)g), each part separately; step η·max(1, rows/columns)^½ (Nesterov)."""
     parameters = [group["params"][i] for i in chosen]
     weights, gradients = optimizer.here(parameters), optimizer.here([p.grad for p in parameters])
@@ -183,7 +209,7 @@ def _muon(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) 
     parts = [group["parts"][i] for i in chosen]
     for rows, updates, scale in optimizer.orthogonalise(parameters, directions, parts):
         moved = [weights[i][start:stop] for i, start, stop in rows]
-        _DESCENTS[group["decay"]](moved, updates, group["lr"] * scale, group["lr"] * group["weight_decay"])
+        _DESCENTS[group["decay"]](moved, updates, rate * scale, decay)
 
 
 class Rows(NamedTuple):
@@ -217,22 +243,28 @@ def _orthogonal(directions: list[Tensor]) -> list[Tensor]:
     return list(polar_express(stack).to(first.dtype).unbind())
 
 
-def _adamw(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int]) -> None:
+def _adamw_numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    beta1, beta2 = group["betas"]
+    # Bias corrections are scalars: folded into eps and the rate, they save two passes over the weights.
+    correction1, correction2 = 1 - beta1 ** group["steps"], (1 - beta2 ** group["steps"]) ** 0.5
+    rate = group["lr"] * correction2 / correction1
+    return group["eps"] * correction2, rate, group["lr"] * group["weight_decay"]
+
+
+def _adamw(
+    optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int], eps: Any, rate: Any, decay: Any
+) -> None:
     """m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², u = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)."""
     parameters = [group["params"][i] for i in chosen]
     states = [_state(optimizer.state, group, p) for p in parameters]
     gradients = optimizer.here([p.grad for p in parameters])
     means = optimizer.here([state["mean"] for state in states])
     squares = optimizer.here([state["square"] for state in states])
-    beta1, beta2 = group["betas"]
-    # Bias corrections are scalars: folded into eps and the rate, they save two passes over the weights.
-    correction1, correction2 = 1 - beta1 ** group["steps"], (1 - beta2 ** group["steps"]) ** 0.5
-    updates = adam_directions(means, squares, gradients, group["betas"], group["eps"] * correction2)
-    rate = group["lr"] * correction2 / correction1
-    _DESCENTS[group["decay"]](optimizer.here(parameters), updates, rate, group["lr"] * group["weight_decay"])
+    updates = adam_directions(means, squares, gradients, group["betas"], eps)
+    _DESCENTS[group["decay"]](optimizer.here(parameters), updates, rate, decay)
 
 
-_RULES = {"muon": _muon, "adamw": _adamw}
+_RULES = {"muon": _Rule(_muon_numbers, _muon), "adamw": _Rule(_adamw_numbers, _adamw)}
 _DESCENTS = {"cautious": cautious_descent, "plain": plain_descent}
 
 

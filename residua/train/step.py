@@ -10,7 +10,7 @@ The order of `Step.__call__` on one process:
    - `_backward`: adds its gradients to those of earlier micro-batches.
    In FP8, weights are rounded before the first micro-batch; before the first step, extra passes measure the ranges.
 3. `_update` clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
-   update the masters, and drops the gradients.
+   update the masters, and drops the gradients. With RESIDUA_GRAPH_UPDATE=1 it replays a CUDA graph, too.
 
 `distributed.step` overrides the methods with a leading underscore for several ranks. Nothing here waits for the GPU:
 losses and norms are summed on the device, and `totals` reads the sums when asked.
@@ -35,19 +35,20 @@ from residua.config.run import TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.model import taps
 from residua.train.balance import Balancer, build_balancer
-from residua.train.compile.cuda_graphs import GraphedPass
+from residua.train.compile.cuda_graphs import GraphedPass, GraphedUpdate
 from residua.train.compile.layers import LayeredCopies
 from residua.train.compile.precompile import Helpers
 from residua.train.compile.rewrites import allow_recompiling
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import LossFunction, build_losses
 from residua.train.low_precision import build_low_precision
-from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates, working_dtype
+from residua.train.optimizer import HybridOptimizer, Numbers, build_optimizer, orthogonal_updates, working_dtype
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
+GRAPH_UPDATE = "RESIDUA_GRAPH_UPDATE"
 LOGITS = 1024
 """Tokens whose logits are in memory at once when per-token losses are computed."""
 
@@ -109,7 +110,7 @@ class Step:
         self._losses = self._build_losses(config)
         graphs = self.compiled and device.type == "cuda" and config.graphs == "auto"
         self._captures = graphs and self.capturable
-        self._graphed = self._build_graphed()
+        self._graphed, self._graphed_update = self._build_graphed()
 
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         """Train on the micro-batches of one step at `rate` of the peak learning rate.
@@ -186,6 +187,7 @@ class Step:
         if self.low_precision is not None:
             self.low_precision.restart()
         self._clip_norm = config.clip_norm
+        self._graphed_update = self._build_graphed_update(self._graphed)
         self.keep_streams(())
         self.set_totals([0.0] * 4)
 
@@ -242,7 +244,7 @@ class Step:
         recovery.kept = tuple(junctions)
         if self.compiled:
             allow_recompiling(len(self.model.sublayers))
-        self._graphed = self._build_graphed()
+        self._graphed, self._graphed_update = self._build_graphed()
 
     def totals(self) -> Totals:
         """Read the sums; waits for the device."""
@@ -280,15 +282,20 @@ class Step:
 
     def _update(self, rate: float) -> None:
         """Clip the gradients of the step, update the parameters, and drop the gradients."""
-        self._totals[2] += self._clip()
-        self._totals[3] += 1
         if self.balancer is not None:
             self.balancer.end()
         if self.low_precision is not None:
             self.low_precision.end_step(self._largest_over_ranks)
         self.optimizer.set_rate(rate)
-        self.optimizer.step()
+        numbers = self.optimizer.advance()
+        self._totals[2] += (self._descend if self._graphed_update is None else self._graphed_update)(numbers)
+        self._totals[3] += 1
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _descend(self, numbers: Sequence[Numbers]) -> Tensor:
+        norm = self._clip()
+        self.optimizer.update(numbers)
+        return norm
 
     def _build_optimizer(self, config: TrainConfig) -> HybridOptimizer:
         return build_optimizer(self.model, config.optimizer)
@@ -303,8 +310,14 @@ class Step:
         unread = () if self.low_precision is None else self.low_precision.encoded
         return kind(self.model, self.precision, unread) if rounded and self.copying else None
 
-    def _build_graphed(self) -> GraphedPass | None:
-        return GraphedPass(self._pass, self._parameters) if self._captures else None
+    def _build_graphed(self) -> tuple[GraphedPass | None, GraphedUpdate | None]:
+        passes = GraphedPass(self._pass, self._parameters) if self._captures else None
+        return passes, self._build_graphed_update(passes)
+
+    def _build_graphed_update(self, passes: GraphedPass | None) -> GraphedUpdate | None:
+        if passes is None or os.environ.get(GRAPH_UPDATE) != "1":
+            return None
+        return GraphedUpdate(self._descend, passes)
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
         """The loss function of a micro-batch."""

@@ -305,10 +305,11 @@ def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) 
     shape = (33, 64)
     momentum = [torch.zeros(shape) for _ in range(2)]
     gradients = [torch.zeros(shape, dtype=gradient) for _ in range(2)]
-    optimizer_update.adam_directions(momentum, [m.clone() for m in momentum], gradients, (0.9, 0.95), 1e-8)
     updates = optimizer_update.momentum_directions(momentum, gradients, 0.9, direction)
-    for rule in (optimizer_update.cautious_descent, optimizer_update.plain_descent):
-        rule([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
+    for number in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        optimizer_update.adam_directions(momentum, [m.clone() for m in momentum], gradients, (0.9, 0.95), number)
+        for rule in (optimizer_update.cautious_descent, optimizer_update.plain_descent):
+            rule([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, number, number)
 
 
 @torch.no_grad()

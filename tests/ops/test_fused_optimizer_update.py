@@ -73,6 +73,19 @@ def test_cautious_decay_acts_only_if_the_update_shrinks_weights(rule, rate, move
     assert weights[0].tolist() == moved
 
 
+def test_numbers_in_tensors_give_the_same_bits():
+    """As float64 tensors, which a CUDA graph reads in each replay."""
+    outcomes = []
+    for held in (float, lambda value: torch.tensor(value, dtype=torch.float64)):
+        x, m, v, g = (tensors(seed) for seed in range(4))
+        with backend("triton"):
+            u = adam_directions(m, [t.square() for t in v], g, (0.9, 0.95), held(1.3e-3))
+            cautious_descent(x, u, held(0.3), held(0.1))
+            plain_descent(x, u, held(0.7), held(0.2))
+        outcomes.append([*m, *u, *x])
+    assert all(torch.equal(by_value, read) for by_value, read in zip(*outcomes, strict=True))
+
+
 def test_slices_of_a_matrix_are_updated_in_place():
     matrix = torch.ones(6, 4)
     with backend("triton"):

@@ -2,7 +2,8 @@
 
 Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update);
 list operations move 30 and 60. AdamW moves 24 (g; m and v twice; a float32 update) and 12; list operations move 60 for
-the first, which matters for large token tables. Tensors of one size share a launch and a table of addresses.
+the first, which matters for large token tables. Tensors of one size share a launch and a table of addresses. A number
+may be a float64 tensor on the device, which the kernels read: so CUDA graphs of an update stay valid while it changes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from residua.ops._runtime.triton_support import INTERPRETED
 kernels = Kernels("residua.ops.optimizer_update.kernels")
 
 BLOCK = 65536 if INTERPRETED else 4096
+
+Number = float | Tensor
 
 
 def momentum_directions(
@@ -38,7 +41,7 @@ def momentum_directions(
 
 def adam_directions(
     means: Sequence[Tensor], squares: Sequence[Tensor], gradients: Sequence[Tensor], betas: tuple[float, float],
-    eps: float,
+    eps: Number,
 ) -> list[Tensor]:  # fmt: skip
     """The fused twin of the reference."""
     updates = [torch.empty_like(m) for m in means]
@@ -46,24 +49,30 @@ def adam_directions(
         table, size = addresses(m, [t.data_ptr() for t in (*v, *g, *u)]), m[0].numel()
         with device_guard(m[0]):
             kernels.adam_kernel[(cdiv(size, BLOCK), len(m))](
-                table, len(m), size, float(betas[0]), float(betas[1]), float(eps),
-                M=triton_type(m[0].dtype), G=triton_type(g[0].dtype), BLOCK=BLOCK, num_warps=8,
+                table, len(m), size, float(betas[0]), float(betas[1]), _number(eps),
+                M=triton_type(m[0].dtype), G=triton_type(g[0].dtype), LOADED=isinstance(eps, Tensor), BLOCK=BLOCK,
+                num_warps=8,
             )  # fmt: skip
     return updates
 
 
-def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
+def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor], rate: Number, decay: Number) -> None:
     """The fused twin of `cautious_descent` and of `plain_descent`."""
     for x, u in _alike(weights, updates):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
         types = {"X": triton_type(x[0].dtype), "U": triton_type(u[0].dtype)}
         with device_guard(x[0]):
             kernels.descent_kernel[(cdiv(size, BLOCK), len(x))](
-                table, len(x), size, float(rate), float(decay), **types, CAUTIOUS=cautious, BLOCK=BLOCK, num_warps=8
-            )
+                table, len(x), size, _number(rate), _number(decay), **types, CAUTIOUS=cautious,
+                LOADED=isinstance(rate, Tensor), BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
 
 
 cautious_descent, plain_descent = partial(_descend, True), partial(_descend, False)
+
+
+def _number(value: Number) -> Number:
+    return value if isinstance(value, Tensor) else float(value)
 
 
 def _alike(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:

@@ -1,4 +1,4 @@
-"""A CUDA graph of a micro-batch gives the same losses and gradients as running it."""
+"""CUDA graphs of micro-batches and of updates give the same losses, gradients and weights as running them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import residua
 from residua.config.run import RunConfig
 from residua.data.loader import Batch
-from residua.train.step import Step, arithmetic, build_step
+from residua.train.step import GRAPH_UPDATE, Step, arithmetic, build_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -101,6 +101,26 @@ def test_replayed_steps_balance_experts_like_ordinary_ones():
         found.append((step.balancer.state(), [p.detach().clone() for p in step.model.parameters()]))
     assert found[0][0] == found[1][0]
     same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("changes", [(), ("train.accumulate=1",), ("train.optimizer={kind='adamw', lr=1e-3}",)])
+def test_replayed_updates_are_bit_identical_to_ordinary_ones(changes, monkeypatch):
+    """While the learning rate changes, after an update without a graph, and in a second run of the same process."""
+    found = []
+    for chosen in ("0", "1"):
+        monkeypatch.setenv(GRAPH_UPDATE, chosen)
+        config, step = warmed_up(*changes)
+        for seed in range(STEPS + 2):
+            step(batches(config, seed, sequence=17 if seed == 4 else None), 1 / (1 + seed))
+        weights = [p.detach().clone() for p in step.model.parameters()]
+        captured = None if step._graphed_update is None else step._graphed_update._captured
+        torch.manual_seed(1)
+        step.restart(residua.build(config.model).cuda(), config.train)
+        for seed in range(STEPS + 2):
+            step(batches(config, seed), 1 / (1 + seed))
+        found.append([*weights, *(p.detach().clone() for p in step.model.parameters()), step.totals().grad_norm])
+    assert captured is not None and step._graphed_update._captured not in (None, captured)
+    same([torch.as_tensor(x) for x in found[0]], [torch.as_tensor(x) for x in found[1]])
 
 
 MICRO_BATCHES = {
