@@ -86,11 +86,11 @@ def compare(
 
 def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Interval:
     """Our tokens per second over the baseline's, both timed in isolation: Welch's interval of the logarithms."""
-    ratio = ours.tokens_per_second / baseline.tokens_per_second
-    error = math.hypot(ours.error, baseline.error)
+    ratio, errors = ours.tokens_per_second / baseline.tokens_per_second, ours.errors(baseline)
+    error = math.hypot(*errors)
     if error == 0.0:
         return Interval(ratio, ROUNDS, 0.0, ratio, ratio)
-    freedom = (ROUNDS - 1) * error**4 / (ours.error**4 + baseline.error**4)
+    freedom = (ROUNDS - 1) * error**4 / math.fsum(each**4 for each in errors)
     factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
     return Interval(ratio, ROUNDS, error, ratio / factor, ratio * factor, freedom)
 
@@ -152,7 +152,7 @@ def race(
     if ours is baseline or not whole or min(len(tokens), len(reference)) < MIN_SEEDS:
         return Race(len(ours), len(tokens), of_tokens, seconds)
     parts = [(variance([math.log(each) for each in side]) / len(side), len(side) - 1) for side in (tokens, reference)]
-    parts += [(each.error**2, ROUNDS - 1) for each in (timing, timed)]
+    parts += [(error**2, ROUNDS - 1) for error in timing.errors(timed)]
     spread = math.fsum(square for square, _ in parts)
     freedom = spread**2 / math.fsum(square**2 / degrees for square, degrees in parts) if spread else 1.0
     ratio = seconds.value * timed.tokens_per_second / geometric_mean(reference)

@@ -59,8 +59,8 @@ MAX_IDLE_SPREAD = 0.5
 class StepTiming(Frozen):
     """The seconds of one training step timed in isolation: the median, and the 10th and 90th percentiles.
 
-    `error` is a standard error of logarithms over rounds: for a variant, of its ratio to the baseline; for the
-    baseline, of its medians. `memory_gib` is the peak on a GPU.
+    `error` is a standard error of logarithms over rounds: for a variant `in_turns` with the baseline, of their ratio;
+    for the baseline, and in older files for all, of its own medians. `memory_gib` is the peak on a GPU.
     """
 
     device: str
@@ -70,6 +70,7 @@ class StepTiming(Frozen):
     p90: float
     count: int
     error: float
+    in_turns: bool = False
     memory_gib: float | None = None
 
     @property
@@ -89,6 +90,10 @@ class StepTiming(Frozen):
     def drift(self, earlier: StepTiming) -> float:
         """Log ratio of this step time to an earlier one."""
         return math.log(self.median / earlier.median)
+
+    def errors(self, other: StepTiming) -> list[float]:
+        """The standard errors that together make the error of the ratio to another model's speed."""
+        return [self.error] if self.in_turns and not other.in_turns else [self.error, other.error]
 
     def scaled(self, factor: float) -> StepTiming:
         seconds = {"median": self.median, "p10": self.p10, "p90": self.p90}
@@ -305,7 +310,7 @@ def summarize(
     return StepTiming(
         device=device_name(choose_device(config.train.device, "train.device")), tokens=config.tokens_per_step,
         median=sample.median * scale, p10=sample.p10 * scale, p90=sample.p90 * scale, count=sample.count,
-        error=statistics.stdev(medians) / math.sqrt(len(rounds)), memory_gib=memory,
+        error=statistics.stdev(medians) / math.sqrt(len(rounds)), in_turns=recorded is not None, memory_gib=memory,
     )  # fmt: skip
 
 
