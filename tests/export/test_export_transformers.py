@@ -1,5 +1,7 @@
 """Common uses of a model in transformers work on an exported one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,13 @@ def test_installed_library_runs_and_matches_the_copied_code(folder, exported):
     given = prompt()
     torch.testing.assert_close(library(**given).logits, exported(**given).logits, rtol=1e-5, atol=1e-5)
     assert torch.equal(library.generate(**given, **GREEDY), exported.generate(**given, **GREEDY))
+
+
+def test_a_fresh_process_opens_an_export_with_the_library():
+    """transformers builds a model under torch.device("meta"), so Residua's files are first imported there."""
+    script = "import torch\nwith torch.device('meta'): import residua.model.decoder, residua.ops.low_precision"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_unknown_implementation_is_refused(folder):

@@ -43,7 +43,8 @@ Span = Literal["tensor", "token"]
 def _ties() -> list[float]:
     """The thresholds of rounding to E2M1: halfway, with ties to the even code, so every other bound is inclusive."""
     halfway = [(a + b) / 2 for a, b in pairwise(E2M1)]
-    below = torch.nextafter(torch.tensor(halfway), torch.tensor(-math.inf)).tolist()
+    cpu = torch.device("cpu")  # transformers imports this file under torch.device("meta")
+    below = torch.nextafter(torch.tensor(halfway, device=cpu), torch.tensor(-math.inf, device=cpu)).tolist()
     return [tie if code % 2 == 0 else under for code, (tie, under) in enumerate(zip(halfway, below, strict=True))]
 
 
