@@ -73,9 +73,9 @@ class Branch(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The last step that both runs share."""
+        """The step from which the branch resumes. At least its last step is its own: that one logs and validates."""
         recipe = self.config.train
-        return recipe.schedule.shared_steps(recipe.steps)
+        return min(recipe.schedule.shared_steps(recipe.steps), recipe.steps - 1)
 
 
 def train(

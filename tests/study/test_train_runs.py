@@ -136,6 +136,17 @@ def test_shorter_budgets_branch_off_bit_identically(study: StudyConfig, dataset:
 
 
 @pytest.mark.usefixtures("forked")
+def test_budgets_without_decay_end_with_a_validation(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    """All steps of the shorter run are then those of the longer one, but it needs its own last loss."""
+    alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}, "ladder": (0.5, 1), "workers": 1}
+    constant = two(study, **alone, set=(*study.set, "train.schedule.decay_share=0"))
+    plan, watcher = make_plan(constant, out, dataset), Quiet()
+    assert run_plan(constant, plan, out, watcher) == {}
+    assert watcher.starts == {"prenorm-seed0": 0, "prenorm-0.5x-seed0": 4}
+    assert all(is_complete(run.folder, run.config) for run in plan.runs)
+
+
+@pytest.mark.usefixtures("forked")
 def test_one_failing_run_does_not_affect_the_others(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     plan = make_plan(small, out, dataset)
