@@ -432,7 +432,7 @@ class Trainer:
         raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
 
     def _how_to_resume(self) -> str:
-        return f"continue with: {self.world.command(self.config)} --resume --out {self.run.folder}"
+        return f"continue with `{self.world.command(self.config)} --resume --out {self.run.folder}`"
 
     @contextmanager
     def explained(self) -> Iterator[None]:
