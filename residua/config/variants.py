@@ -314,4 +314,4 @@ def _known(name: str) -> Variant:
         if name in (table.model_fields["kind"].default for table in family.alternatives()):
             entry = f'put {name} = ["model.{part}.kind={name}"] under [variants] of a study file.'
             raise ConfigError(f"{name!r} is a kind of {part}, not a variant: {entry}")
-    raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN)}")
+    raise ConfigError(f"{name!r} is not a known variant: {suggest(name, KNOWN, 'residua compare --list')}")

@@ -49,6 +49,7 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     tokens = recipe.steps * config.tokens_per_step
     turns = f", run as {len(model.executed)}" * model.repeats
     shape = f"{counted(model.layers, 'layer')} of width {model.width}{turns}, {model.topology.kind}"
+    shape += f", {model.anchors.kind} anchors" * (model.anchors.kind != "none")
     active = f", {short(size.parameters - size.idle)} active per token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
     for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have only a part of them

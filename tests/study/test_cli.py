@@ -35,6 +35,7 @@ def test_a_plan_shows_matching_changes_and_trains_nothing(dataset: Dataset, out:
         ([], "name at least two variants"),
         (["prenorm"], "name at least two variants"),
         (["prenorm", "mrg"], "^'mrg' is not a known variant: did you mean 'mgr'"),
+        (["prenorm", "zzzz"], "^'zzzz' is not a known variant: `residua compare --list` lists them"),
         (["prenorm", "mgr+mrg"], r"^variant 'mgr\+mrg': 'mrg' is not a known variant"),
         (["prenorm", "prenorm"], "variants names 'prenorm' twice"),
         (["prenorm", "mgr+block_attnres"], "'mgr' and 'block_attnres' both set model.topology.kind"),

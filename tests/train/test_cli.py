@@ -66,7 +66,7 @@ def test_ctrl_c_prints_a_resume_command_that_works(call: Call, file, tmp_path, m
     with monkeypatch.context() as patch:
         stop_after(patch, 3, signal.SIGINT)
         code, output = call(file, "--out", tmp_path / "run")
-    assert code == 130 and f"residua train --resume --out {tmp_path / 'run'}" in output
+    assert code == 130 and f"continue with `residua train --resume --out {tmp_path / 'run'}`." in output
     code, output = call("--resume", "--out", tmp_path / "run")
     assert code == 0 and "resuming after step 3 of 6" in output
     code, output = call("--resume", "--out", tmp_path / "run", "train.steps=7")
@@ -150,10 +150,12 @@ def test_vocabulary_follows_the_text_unless_set(call: Call, data: Path, tmp_path
     assert "384 token ids: 257 in the text, padded to a multiple of 128\n" in output
     assert "validation is tiny (" in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
     code, output = call(
-        "tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640", "model.topology=full_attnres"
-    )
+        "tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640", "model.topology=full_attnres",
+        "model.anchors=cla",
+    )  # fmt: skip
     assert code == 0 and vocabulary(tmp_path / "b") == 640
     assert f"residua compare prenorm base --base {tmp_path / 'b'}/config.toml\n" in output
+    assert "of width 16, full_attnres, cla anchors, " in output
     assert "640 token ids, 257 of them in the text: model.vocab_size=384 is enough\n" in output
 
 
