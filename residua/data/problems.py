@@ -55,15 +55,18 @@ class Problems:
         total = sum(self.counts.values())
         if total == 1:
             raise ReadError(f"{self.shown[0].what}: {self.shown[0].hint}.")
-        listed = "; ".join(problem.what for problem in self.shown)
-        unlisted = f"; and {total - len(self.shown):,} more" if total > len(self.shown) else ""
+        shown = list(dict.fromkeys([*self.shown, *self.first.values()]))
+        by_hint: dict[str, list[str]] = {}
+        for problem in shown:
+            by_hint.setdefault(problem.hint, []).append(problem.what)
+        listed = ". ".join(f"{'; '.join(faults)}: {hint}" for hint, faults in by_hint.items())
+        unlisted = f". There are {total - len(shown):,} more: correct them" if total > len(shown) else ""
         alike: Counter[tuple[str, str]] = Counter()
         for (unit, kind, _), count in self.counts.items():
             alike[unit, kind] += count
         kinds = ", ".join(f"{counted(n, unit)} {kind}" for (unit, kind), n in alike.items())
-        hints = " or ".join(dict.fromkeys(problem.hint for problem in self.first.values()))
         summary = f"{total:,} problems{' or more' * more} in the text ({kinds})"
-        raise ReadError(f"{summary}: {listed}{unlisted}: {hints}, or skip all of them with --skip-bad.")
+        raise ReadError(f"{summary}: {listed}{unlisted}, or skip all of them with --skip-bad.")
 
     def summary(self) -> list[dict[str, Any]]:
         """List each kind of skipped line or file for dataset.json: its unit, count, and first instance.

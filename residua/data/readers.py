@@ -15,7 +15,7 @@ import logging
 import lzma
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -314,8 +314,8 @@ def _text_of(record: Any, field: str, where: str, before: bool = False, unit: st
         return Problem(unit, "not an object", f"{where} holds {shown(record)}, not an object", _one_per_line(field))
     if field not in record:
         clause = f"{where} has no field {field!r}" + ", which earlier lines have" * before
-        named = f"name one of {', '.join(record)} with --field"
-        return Problem(unit, f"without the field {field!r}", clause, named if record and not before else CORRECT)
+        hint = _other_field(record) if record and not before else CORRECT
+        return Problem(unit, f"without the field {field!r}", clause, hint)
     text = "" if record[field] is None else record[field]
     if not isinstance(text, str):
         clause = f"{where}: field {field!r} holds {type(text).__name__}, not text"
@@ -326,6 +326,11 @@ def _text_of(record: Any, field: str, where: str, before: bool = False, unit: st
     return Sourced(text, source) if 0 < len(source) <= MAX_SOURCE_CHARACTERS else text
 
 
+def _other_field(names: Collection[str]) -> str:
+    listed = ", ".join(names)
+    return f"name one of {listed} with --field" if len(names) > 1 else f"name it with --field {listed}"
+
+
 def _parquet(path: Path, field: str) -> Documents:
     try:
         from pyarrow import parquet
@@ -333,7 +338,7 @@ def _parquet(path: Path, field: str) -> Documents:
         raise missing("pyarrow", f"reading {path}") from None
     file = parquet.ParquetFile(path, buffer_size=1 << 20)
     if field not in (names := file.schema_arrow.names):
-        hint = f"name one of {', '.join(names)} with --field"
+        hint = _other_field(names)
         yield Problem("file", f"without the field {field!r}", f"{path} has no field {field!r}", hint), 0
         return
     page = largest_page(path, file.metadata, field)

@@ -197,6 +197,8 @@ def test_skip_bad_counts_problems_and_shows_the_first_per_kind(tmp_path: Path, m
     assert refusal.startswith("6 problems in the text (2 lines not valid JSON, 1 line whose field 'text' is not text, ")
     places = ("line 2 is", "line 3: field", "line 4 has", "line 5 is", "b.txt is not UTF-8", "c.txt.gz (Not a gzip")
     assert [place for place in places if place not in refusal] == []
+    assert "; messy/a.jsonl, line 5 is" in refusal  # after line 2, with the same advice
+    assert "line 4 has no field 'text', which earlier lines have: correct or remove it. " in refusal
     assert refusal.endswith("or skip all of them with --skip-bad.") and not Path("out").exists()
     printed = run("prepare", "messy", "--skip-bad", *BYTES, "out")
     assert Dataset.open("out").split("train").documents == 3

@@ -155,7 +155,7 @@ def test_long_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line 2 is not valid JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
+        ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name it with --field body"),
         ("a.jsonl", b"{}\n", r"line 1 has no field 'text': correct or remove it\.$"),
         ("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', r"line 3 has no field .* earlier lines have: correct"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
