@@ -208,8 +208,12 @@ class Growth:
 
 
 def _out_of_range(step: Step, done: int) -> list[str]:
-    """A list with a sentence about the tensor that most exceeded its FP8 range in the last step, if any did."""
-    beyond = [] if step.low_precision is None else step.low_precision.beyond()
+    """A list with a sentence about the tensor that most exceeded its FP8 range in the last step, if any did.
+
+    Nothing in the first `history` steps: all of them count already, so a longer history would not help.
+    """
+    low = step.low_precision
+    beyond = [] if low is None or done <= low.config.history else low.beyond()
     if not beyond:
         return []
     most = max(beyond, key=lambda each: each.factor)
