@@ -202,7 +202,7 @@ class Stage(PipelineStage):
     watch: Stopwatch | None = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._remake(self.args_recv_info[fwd_chunk_id], self.device)
+        self._remake(self.args_recv_info[fwd_chunk_id], self.device, self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -231,12 +231,18 @@ class Stage(PipelineStage):
         self.sent_backward += _bytes(ops_list)
         return ops_list
 
-    def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
-        """Move the buffers. Dropping them leaves tensors without memory, which PyTorch 2.11 needs to clear them."""
+    def _remake(self, infos: Sequence[Any], device: torch.device, requires_grad: bool = False) -> None:
+        """Move the buffers. Dropping them leaves tensors without memory, which PyTorch 2.11 needs to clear them.
+
+        PyTorch 2.11 would give received tensors no gradient for the whole run if a stage first runs without backward.
+        """
         for info in infos:
             old = getattr(info, "buffer", None)  # the first stage has none: its tokens are arguments
-            if old is not None and old.device.type != device.type:
-                info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=old.requires_grad)
+            if old is None:
+                continue
+            if old.device.type != device.type:
+                info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device)
+            info.buffer.requires_grad_(requires_grad)
 
 
 def _bytes(operations: Sequence[dist.P2POp]) -> int:
