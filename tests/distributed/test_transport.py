@@ -77,10 +77,13 @@ def test_a_cache_empties_without_gradients() -> None:
     assert not cache.entries
 
 
-def test_an_unread_held_tensor_gets_a_zero_gradient() -> None:
-    x, idle = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    hold(x * 2, [idle]).sum().backward()
-    assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
+def test_an_unread_held_tensor_passes_later_gradients_on() -> None:
+    """A stage receives y and does not read it; a later stage of the rank computes 3y."""
+    cache, x, y = StageCache(), torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    cached = cache.put(0, "y", y, readers=1)
+    (3 * cache.get(0, "y")).sum().backward()
+    hold(x * 2, [cached]).sum().backward()
+    assert torch.equal(y.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])

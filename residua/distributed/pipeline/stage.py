@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
     from residua.train.timing import Stopwatch
 
-# Names of tensors that a stage may receive without reading them.
-PASSIVE = ("anchor.", "output.", EMBEDDING)
 META = torch.device("meta")
 
 
@@ -101,11 +99,10 @@ class Slice(nn.Module):
         outputs, routed = self.body(items, tokens, **inputs)
         loss = self.balance(Routing.stack(routed)) if routed else None
         if self.last:
-            return with_loss(outputs["losses"], loss)
-        passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
+            return with_loss(hold(outputs["losses"], items.values()), loss)
         outputs = {name: x if name in items else self._cached(number, name, x) for name, x in outputs.items()}
         sent = [outputs[name].contiguous() for name in self.route.sends]
-        return (with_loss(hold(sent[0], passive), loss), *sent[1:])
+        return (with_loss(hold(sent[0], items.values()), loss), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
         """Compile the `whole` computation, or each unit separately if FSDP2 gathers them one at a time."""
@@ -175,12 +172,11 @@ class Slice(nn.Module):
         """The losses or, if the next stage has more pieces of the head, the tensors it needs for them."""
         head = self.unembed if self.unembed is not None else self.embed
         assert head is not None and targets is not None
-        passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
         if len(self.share.head) == self.share.pieces:
             ce, z = ops.training_cross_entropy(
                 hidden, head.weight, targets, z_loss=self.settings.z_loss, softcap=self.config.logit_softcap
             )
-            return {"losses": hold(torch.stack([ce, z]), passive)}
+            return {"losses": torch.stack([ce, z])}
         before, after = self.share.head.start, self.share.head.stop
         start, stop = self.share.rows(len(head.weight))
         lse, picked = piece_of_head(hidden, head.weight[start:stop], targets, start, self.config.logit_softcap)
@@ -189,13 +185,14 @@ class Slice(nn.Module):
             picked = items[f"{PICKED}.{before}"] + picked
         if not self.last:
             return {HIDDEN: hidden, f"{LSE}.{after}": lse, f"{PICKED}.{after}": picked}
-        return {"losses": hold(torch.stack(losses_of(lse, picked, targets, self.settings.z_loss)), passive)}
+        return {"losses": torch.stack(losses_of(lse, picked, targets, self.settings.z_loss))}
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage with three additions: it counts sent bytes, times forward passes, and frees receive buffers.
+    """PyTorch's stage, which also counts bytes, times forward passes, frees receive buffers, and sends zeros.
 
-    PyTorch's own stage keeps a buffer per micro-batch and tensor for the whole run.
+    PyTorch's own stage keeps a buffer per micro-batch and tensor for the whole run. In 2.11 and 2.12 it fails if the
+    stage did not read a received tensor, which then has no gradient.
     """
 
     sent_forward = sent_backward = 0
@@ -218,6 +215,8 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = self._complete(self.bwd_cache[bwd_chunk_id], bwd_chunk_id)
         if self.has_backward and not self.is_last:
             self._remake(self.grad_recv_info[bwd_chunk_id], META)
 
@@ -230,6 +229,14 @@ class Stage(PipelineStage):
         ops_list = super().get_bwd_send_ops(bwd_chunk_id)
         self.sent_backward += _bytes(ops_list)
         return ops_list
+
+    def _complete(self, gradients: Sequence[Tensor | None], chunk: int) -> tuple[Tensor, ...]:
+        """The gradients of received tensors, zero for those that the stage did not read: the sender waits for each."""
+        infos: Sequence[Any] = self.args_recv_info[chunk]
+        return tuple(
+            torch.zeros_like(info.buffer, device=self.device) if gradient is None else gradient
+            for gradient, info in zip(gradients, infos, strict=False)  # PyTorch 2.11 lists those of keywords, too
+        )
 
     def _remake(self, infos: Sequence[Any], device: torch.device, requires_grad: bool = False) -> None:
         """Move the buffers. Dropping them leaves tensors without memory, which PyTorch 2.11 needs to clear them.

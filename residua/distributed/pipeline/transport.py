@@ -14,7 +14,7 @@ cache entry. The stage that received or computed the tensor adds their sum to it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +79,9 @@ class Entry:
     gradient: Tensor | None = None
 
     def take_gradient(self, leaf: Tensor) -> None:
-        """Add the gradient of a reader and take ownership of it."""
-        assert leaf.grad is not None
+        """Add the gradient of a stage and take ownership of it; a stage that did not read the tensor has none."""
+        if leaf.grad is None:
+            return
         self.gradient = leaf.grad if self.gradient is None else self.gradient + leaf.grad
         leaf.grad = None
 
@@ -149,22 +150,24 @@ def with_loss(x: Tensor, loss: Tensor | None) -> Tensor:
 
 
 class _Hold(torch.autograd.Function):
-    """x in the forward pass; zero gradients for the other tensors in the backward pass."""
+    """x in the forward pass; the backward pass also reaches the other tensors, without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.shapes = [(t.shape, t.dtype) for t in tensors]
+        ctx.count = len(tensors)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        zeros = [gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes]
-        return gradient, *zeros
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * ctx.count
 
 
-def hold(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """x, with all of `tensors` in its backward pass, so that received tensors always get a gradient, possibly zero."""
+def hold(x: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """x, with all of `tensors` in its backward pass.
+
+    A cached tensor that this stage does not read then still passes on the gradients of later stages.
+    """
     received = [t for t in tensors if t.requires_grad]
     holding: Tensor = _Hold.apply(x, *received) if received and x.requires_grad else x
     return holding
