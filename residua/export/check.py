@@ -60,7 +60,12 @@ def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        dtype=torch.float32,
+        attn_implementation="eager",  # others ignore Gemma 2's caps
+    ).eval()
     return _difference(partial(theirs, use_cache=False), model, dtype)  # its cache needs softmax attention
 
 

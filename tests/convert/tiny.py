@@ -119,7 +119,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo2, biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
-    "gemma2": ("Gemma2", GEMMA | CAPS | {"query_pre_attn_scalar": 12}),
+    "gemma2": (
+        "Gemma2",
+        # before 5.21 transformers' default attention ignores the cap
+        GEMMA | CAPS | {"query_pre_attn_scalar": 12, "attn_implementation": "eager"},
+    ),
     "gemma2, no caps": ("Gemma2", GEMMA | dict.fromkeys(CAPS) | {"query_pre_attn_scalar": 16}),
     "gemma3": (
         "Gemma3",
