@@ -13,7 +13,7 @@ import torch.utils.tensorboard
 import residua
 from tests.trained import residua as run_command
 
-LATER = ("residua.ops.", "residua.bench.")
+LATER = ("residua.ops.", "residua.bench.", "residua.integrations.")
 HEAVY = (
     "residua.convert.", "residua.diagnose", "residua.distributed.", "residua.evaluate.harness", "residua.export",
     "residua.quantize", "residua.reproduce", "residua.watch",

@@ -17,7 +17,7 @@ from tests.integrations.titan import Engine, engine, needs_torchtitan
 from tests.nightly import only_nightly
 from tests.trained import prepare_words
 
-pytestmark = [pytest.mark.slow, needs_torchtitan]
+pytestmark = [pytest.mark.slow, *needs_torchtitan]
 
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 INTERLEAVED = (*PIPELINE, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")

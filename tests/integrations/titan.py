@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
-INSTALLED = find_spec("torchtitan") is not None
-needs_torchtitan = pytest.mark.skipif(not INSTALLED, reason="torchtitan is not installed: make setup installs it")
+needs_torchtitan = [
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed: make setup installs it"),
+    pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torchtitan 0.3.0 needs torch 2.12"),
+]
 
 
 class Engine:
