@@ -17,7 +17,7 @@ from residua.model.anchor_source import ExoSource
 from residua.model.anchors import LayerPlace
 from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.context import Context
-from residua.model.rope import rotary_table, rotate
+from residua.model.rope import rotary_table
 from residua.model.sdpa import attend
 from tests.golden import attention as golden
 from tests.golden.compare import agree, close, leaves_of, random, randomise
@@ -165,26 +165,10 @@ def test_the_rotary_table_is_exact_to_single_precision() -> None:
         assert abs(sin[position, i].item() - math.sin(angle)) < 1e-5
 
 
-def test_rotation_keeps_norms_and_depends_only_on_distance() -> None:
-    q, k = random(1, LENGTH, 1, HEAD_DIM, grad=False), random(1, LENGTH, 1, HEAD_DIM, seed=1, grad=False)
-    q, k = q[:, :1].expand_as(q), k[:, :1].expand_as(k)
-    q, k = rotate(q, exact_rotary()), rotate(k, exact_rotary())
-    close("lengths", q.norm(dim=-1), q[:, :1].norm(dim=-1).expand(1, LENGTH, 1), 1e-14)
-    scores = q[0, :, 0] @ k[0, :, 0].T
-    for distance in range(LENGTH):
-        diagonal = scores.diagonal(-distance)
-        close(f"distance {distance}", diagonal, diagonal[:1].expand_as(diagonal), 1e-13)
-
-
 def test_sink_of_minus_infinity_equals_no_sink() -> None:
     q, k, v = (random(1, LENGTH, n, HEAD_DIM, seed=i, grad=False) for i, n in enumerate((HEADS, 2, 2)))
     sink = torch.full((HEADS,), float("-inf"), dtype=torch.float64)
     close("output", attend(q, k, v, sink=sink), attend(q, k, v), 1e-13)
-
-
-def test_a_strong_sink_takes_all_attention() -> None:
-    q, k, v = (random(1, LENGTH, HEADS, HEAD_DIM, seed=i, grad=False) for i in range(3))
-    assert attend(q, k, v, sink=torch.full((HEADS,), 100.0, dtype=torch.float64)).abs().max() < 1e-30
 
 
 @pytest.mark.gpu
@@ -317,17 +301,6 @@ def test_any_subset_of_pathways_can_be_mixed_in_any_order(pathways: tuple[str, .
     check_mixing(choices.NuResFormer(pathways=pathways, mixing=mixing), GATED)
 
 
-def test_averaging_equal_values_changes_nothing() -> None:
-    """½ V_1 + ½ V_1 = V_1: a second ResFormer layer with the first one's matrix and input repeats it."""
-    layers = [layer.double() for layer in build_layers(attention_config(), choices.ResFormer(start=(0.5, 0.5)), 2)[0]]
-    layers[1].mix.reset_parameters()
-    layers[1].load_state_dict(layers[0].state_dict(), strict=False)
-    x = random(BATCH, LENGTH, WIDTH)
-    first, anchors = layers[0](x, (), context())
-    second, _ = layers[1](x, anchors, context())
-    close("second layer", second, first, 1e-14)
-
-
 Equation = Callable[[Sequence[Any], list[golden.Projections], list[Tensor], int], Iterable[Tensor]]
 """Takes layers, and of sequence b their own projections, their inputs and b; returns the layers' outputs."""
 
@@ -359,19 +332,6 @@ def test_gated_values_match_their_equation(gate: str) -> None:
         return [rest_of_layer(layer, S, None) for layer, S in zip(layers, own, strict=True)]
 
     check_layers(attention_config(kv_heads=2), choices.GatedValue(gate=gate), 2, equation)
-
-
-@pytest.mark.parametrize(("gate", "alpha"), [("relu", 0.0), ("tanh", 0.0), ("sigmoid", 0.5), ("softmax", 1.0)])
-def test_gated_values_with_a_zero_map_equal_value_residuals(gate: str, alpha: float) -> None:
-    """V + α V_1 with one α for all: ResFormer with λ = (α, 1)."""
-    config, inputs = attention_config(kv_heads=2), [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
-    gated, source = build_layers(config, choices.GatedValue(gate=gate), 2)
-    static, _ = build_layers(config, choices.ResFormer(start=(alpha, 1.0)), 2)
-    nn.init.zeros_(gated[1].mix.gates.weight)
-    static.load_state_dict(gated.state_dict(), strict=False)
-    static[1].mix.reset_parameters()
-    ours, theirs = (run_ours(layers, source, inputs[0], inputs) for layers in (gated, static))
-    close("second layer", ours[1], theirs[1], 1e-14)
 
 
 def test_value_embeddings_match_their_equation() -> None:

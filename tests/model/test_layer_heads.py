@@ -10,11 +10,10 @@ from torch import Tensor
 import residua
 from residua.config import choices
 from residua.model.cache import BorrowedCache
-from residua.model.layer_heads import mix_layers
 from residua.model.size import measure
 from residua.quantize.smoothing import edges
 from tests.golden import attention as golden
-from tests.golden.compare import close, random
+from tests.golden.compare import close
 from tests.model.small import small, tokens_and_targets
 from tests.model.test_attention import THETA, attention_config, check_layers, rest_of_layer
 from tests.model.test_decoding import SHARED
@@ -100,9 +99,3 @@ def test_values_attended_over_layers_match_their_equation(norm: str) -> None:
             yield rest_of_layer(layer, S | {"v": values[-1]}, None)
 
     check_layers(attention_config(kv_heads=2, gate="headwise", qk_norm=norm), choices.DepthAttention(), 3, equation)
-
-
-def test_mixing_equal_values_over_layers_keeps_them() -> None:
-    q, v = random(1, 2, 4, 6), random(1, 2, 2, 6, seed=1)
-    keys = tuple(random(1, 2, 2, 6, seed=2 + i) for i in range(3))
-    close("values", mix_layers(q, keys, (v, v, v)), v, 1e-14)

@@ -162,17 +162,6 @@ def test_balance_loss_has_its_minimum_of_one_at_balanced_load() -> None:
     assert balance_loss(one, one) == EXPERTS
 
 
-def test_the_bias_affects_selection_but_not_weights() -> None:
-    router = biased().router
-    x = random(9, WIDTH, grad=False)
-    router.bias.zero_()
-    router.bias[3] = 10
-    weights, chosen, *_ = router(x)
-    assert (chosen == 3).any(-1).all()
-    scores = torch.sigmoid(x @ router.weight.T).gather(-1, chosen)
-    torch.testing.assert_close(weights, 2.446 * scores / scores.sum(-1, keepdim=True))
-
-
 def test_the_bias_moves_by_the_rate_against_the_load() -> None:
     router = biased().router
     router.bias.zero_()

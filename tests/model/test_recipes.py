@@ -13,7 +13,6 @@ from residua.config.topologies import gate_bias
 from residua.model import taps
 from residua.model.attention import TanhQKNorm, head_shape
 from residua.model.retrofit import retrofit
-from residua.model.topology import build_topology
 from tests.golden import attnres, parts
 from tests.golden.compare import agree, each_token, leaves_of, random, randomise
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
@@ -128,26 +127,6 @@ def test_boundary_attnres_matches_the_article(sublayers: int, per_block: int) ->
     x, y = embedding_and_outputs(sublayers, 7)
     golden = each_token(partial(boundary, readers=readers, per_block=per_block), x, y)
     agree(drive(topology, x, y), golden, leaves_of(topology, **named(x, y)))
-
-
-def test_boundary_attnres_matches_the_articles_example() -> None:
-    """h_boundary = α_x·x + α_B1·B_1 with B_1 = h_3, and block 2 continues from there (with zero queries α = ½)."""
-    topology = build_topology(choices.BoundaryAttnRes(sublayers_per_block=3), 6, 5).double()
-    x, y = embedding_and_outputs(6, 5)
-    h = drive(topology, x, y)
-    torch.testing.assert_close(h[2], x + y[0] + y[1])
-    torch.testing.assert_close(h[3], 0.5 * x + 0.5 * (x + y[0] + y[1] + y[2]))
-    torch.testing.assert_close(h[6], h[3] + y[3] + y[4] + y[5])
-
-
-def test_boundary_attnres_differs_from_block_after_one_read() -> None:
-    options = {"sublayers_per_block": 3}
-    x, y = embedding_and_outputs(6, 5)
-    ours, authors = (
-        drive(build_topology(kind(**options), 6, 5).double(), x, y)
-        for kind in (choices.BoundaryAttnRes, choices.BlockAttnRes)
-    )
-    assert [torch.allclose(a, b) for a, b in zip(ours, authors, strict=True)] == [True] + [False] * 6
 
 
 def test_boundary_weights_are_tapped_and_can_be_uniform() -> None:

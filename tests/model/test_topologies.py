@@ -12,19 +12,13 @@ from residua.config import choices
 from residua.model.topology import TOPOLOGIES, Topology, build_topology
 from residua.ops import sinkhorn
 from tests.golden import attnres, dense, gated_residual, hyper, multigate, multiway, norm_placement, residual_scalars
-from tests.golden.compare import agree, close, each_token, leaves_of, random
+from tests.golden.compare import agree, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
 pytestmark = pytest.mark.slow
 
 Equation = Callable[..., Any]
 """The embedding and the outputs of one token in; the inputs of all readers out."""
-
-
-def test_an_active_clip_limits_the_stream() -> None:
-    x, y = embedding_and_outputs(6, 33)
-    last = drive(random_topology(choices.Clipped(limit=1.5), 6, 33), x, y)[-1]
-    assert last.abs().max() == 1.5 and (last.abs() == 1.5).float().mean() > 0.1
 
 
 def attention_residuals(topology: Any) -> Equation:
@@ -161,7 +155,7 @@ EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Parallel(), 6, 7, lambda _: dense.parallel),
     (choices.LayerFactor(), 6, 7, lambda t: partial(dense.layer_factor, s=t.factor)),
-    (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
+    *((choices.Clipped(limit=c), 6, 33, lambda _, c=c: partial(dense.clipped, c=c)) for c in (1.5, 9.0)),
     *(
         (choice, n, 7, placed_norms)
         for choice, n in product(
@@ -268,17 +262,6 @@ def test_sinkhorn_normalises_columns_then_rows(iterations: int) -> None:
     logits = random(3, 5, 5)
     golden = torch.stack([hyper.sinkhorn(m, iterations) for m in logits])
     agree([sinkhorn(logits, iterations)], [golden], {"logits": logits})
-
-
-def test_sinkhorn_rows_are_exact_and_columns_converge() -> None:
-    logits = random(50, 4, 4, scale=2.0)
-    one = torch.ones(50, 4, dtype=torch.float64)
-    first = sinkhorn(logits, 1)
-    close("rows", first.sum(-1), one, 1e-15 * 4)
-    assert (first.sum(-2) - one).abs().max() > 1e-2
-    close("rows", sinkhorn(logits, 20).sum(-1), one, 1e-15 * 4)
-    assert (sinkhorn(logits, 20).sum(-2) - one).abs().max() < 1e-2
-    close("columns", sinkhorn(logits, 2000).sum(-2), one, 1e-9)
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["row", "column"])

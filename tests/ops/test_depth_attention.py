@@ -39,20 +39,6 @@ def test_every_depth_attention_option_matches_its_equation(activation: str, key_
     agree([hidden, weights], golden, named(v, query=w) | ({"gain": g} if gain else {}))
 
 
-def test_values_are_raw_and_only_keys_are_normalised() -> None:
-    v = sources_of(3, 7)
-    ten_times = [10 * s for s in v]
-    w = random(7, seed=1)
-    close("hidden", ops.depth_attention(ten_times, w, eps=0.0), 10 * ops.depth_attention(v, w, eps=0.0), 1e-12)
-
-
-def test_a_zero_query_gives_the_plain_average() -> None:
-    v = sources_of(5, 7)
-    hidden, weights = ops.depth_attention(v, torch.zeros(7, dtype=torch.float64), return_weights=True)
-    assert torch.equal(weights, torch.full_like(weights, 0.2))
-    close("hidden", hidden, sum(v) / 5, 1e-14)
-
-
 def test_one_source_passes_through_without_a_query_gradient() -> None:
     (v,), w = sources_of(1, 33), random(33, seed=1)
     hidden = ops.depth_attention([v], w)

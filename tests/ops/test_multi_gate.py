@@ -52,15 +52,6 @@ def test_gates_and_pool_weights_are_the_parts_of_multi_gate(competitive: bool) -
     close("pool", ops.pool(after, j["pool_query"]), hidden, 1e-13)
 
 
-def test_competitive_gates_and_the_forget_share_sum_to_one() -> None:
-    j = junction(4, 7, competitive=True)
-    beta = ops.gates(j["streams"], j["gate_query"], j["gate_bias"])
-    normed = torch.nn.functional.rms_norm(j["streams"], (7,), eps=1e-6)
-    logits = normed @ j["gate_query"] / 7**0.5 + j["gate_bias"][1:]
-    forget = torch.exp(j["gate_bias"][0]) / (torch.exp(logits).sum(-1) + torch.exp(j["gate_bias"][0]))
-    close("total", beta.sum(-1) + forget, torch.ones_like(forget), 1e-13)
-
-
 @pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
 def test_gates_near_zero_keep_the_streams(competitive: bool) -> None:
     j = junction(4, 7, competitive=competitive)
