@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua import ops
-from tests.ops.harness import assert_close, assert_equal, relative
+from tests.ops.harness import assert_close, relative
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +69,6 @@ def test_very_large_scores_do_not_overflow():
     ours, truth = run("triton", *case), run("reference", *doubled(*case))
     assert all(t.isfinite().all() for t in ours)
     assert relative(ours[0], truth[0]) < 1e-4
-
-
-def test_two_runs_are_bit_identical():
-    case = inputs(5, 40)
-    assert_equal(run("triton", *case), run("triton", *case))
 
 
 def test_options_without_a_kernel_are_refused_by_name():

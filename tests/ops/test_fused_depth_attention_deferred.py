@@ -227,12 +227,6 @@ def test_bfloat16_is_close_even_with_truncating_stores():
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
-def test_two_runs_are_bit_identical(config):
-    case = case_of(config, 4, 33)
-    assert_equal(run("triton", *case), run("triton", *case))
-
-
-@pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_checkpointing_each_step_is_bit_identical(config):
     def checkpointed(topology, x, outputs):
         h, state = topology.open(x)

@@ -216,17 +216,6 @@ def test_fp8_product_can_run_twice_before_its_gradients() -> None:
     assert scales.seen_x == 2 * x.detach().abs().max() and scales.seen_g == 3 * g.abs().max()
 
 
-def test_fp8_delayed_range_does_not_depend_on_the_tensor() -> None:
-    """So that the compiler can round and measure in one pass over memory."""
-    x, w, _ = operands()
-    scales = new_scales()
-    with torch.no_grad():
-        whole = fp8_linear(x, w, scales)
-        x[5] *= 1e4
-        outlier = fp8_linear(x, w, scales)
-    assert torch.equal(whole[:5], outlier[:5]) and not torch.equal(whole[5], outlier[5])
-
-
 def test_fp8_records_magnitudes_only_while_training() -> None:
     x, w, g = operands()
     scales = new_scales()
@@ -236,20 +225,6 @@ def test_fp8_records_magnitudes_only_while_training() -> None:
     fp8_linear(x, w, scales).backward(g)
     fp8_linear(x.detach() / 2, w, scales).backward(g / 2)
     assert scales.seen_x == x.detach().abs().max() and scales.seen_g == g.abs().max()
-
-
-def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
-    x, w, g = operands()
-    with torch.no_grad():
-        x[3, 5] = 1e6
-    y = fp8_linear(x, w, new_scales(x=2**-6))
-    assert y.isfinite().all()
-    torch.testing.assert_close(
-        y.double(), in_fp8(x, 2**-6, E4M3, 448) @ in_fp8(w, None, E4M3, 448).T, rtol=1e-5, atol=1e-4
-    )
-    g[2, 3] = 1e9
-    (dx,) = torch.autograd.grad(fp8_linear(x, w, new_scales(g=2**-16)), x, g)
-    assert dx.isfinite().all()
 
 
 def test_fp8_product_accepts_empty_and_leading_axes() -> None:
@@ -306,15 +281,6 @@ def test_nvfp4_product_and_gradients_equal_float64() -> None:
     )
     expected = in_nvfp4(turned_g, 1, noise_turned) @ in_nvfp4(turned_x, 1).T
     torch.testing.assert_close(w.grad.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_nvfp4_gradients_are_unbiased() -> None:
-    x, w, g = operands(16, 16, 16)
-    expected = g.double() @ in_nvfp4(w, 16)
-    draws = torch.stack([torch.autograd.grad(nvfp4_linear(x, w), x, g)[0].double() for _ in range(100)])
-    one, mean = ((draws[0] - expected).norm(), (draws.mean(0) - expected).norm())
-    to_nearest = (in_nvfp4(g, 1) @ in_nvfp4(w, 16) - expected).norm()
-    assert mean < 1.5 * one / 100**0.5 < to_nearest / 3  # the error of a mean falls with the root of its draws
 
 
 def emulated(kind: str, x: Tensor, w: Tensor) -> Tensor:
