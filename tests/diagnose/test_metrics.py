@@ -280,9 +280,7 @@ def test_multi_gate_streams_and_write_gates_match_definition() -> None:
         counts = [(((beta >= i / 20) & (beta < (i + 1) / 20)).double().mean()) for i in range(20)]
         assert facts.histogram == pytest.approx([float(c) for c in counts], abs=2e-3)
     facts = next(s for s in made.streams if s.reader == 6)
-    before, after = seen["depth.4.streams"], seen["depth.5.streams"]
-    cosine = torch.cosine_similarity(before, after, -1).clamp(-1, 1)
-    assert facts.angular_distance == pytest.approx((cosine.arccos() / math.pi).mean((0, 1)).tolist(), rel=1e-6)
+    after = seen["depth.5.streams"]
     pairs = ((after[..., i, :], after[..., j, :]) for i, j in ((0, 1), (0, 2), (1, 2)))
     between = [torch.cosine_similarity(*pair, -1).mean() for pair in pairs]
     assert facts.similarity == pytest.approx(float(sum(between) / 3), rel=1e-9)

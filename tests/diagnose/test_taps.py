@@ -10,16 +10,6 @@ from tests.diagnose import planted
 TOKENS = planted.sample().tokens
 
 
-def test_taps_record_only_inside_the_context() -> None:
-    model = planted.control(topology={"kind": "full_attnres"})
-    with residua.diagnose.taps(model) as seen:
-        model(TOKENS)
-    recorded = dict(seen)
-    model(TOKENS[:1])
-    assert dict(seen) == recorded
-    assert {"sublayer.3.output", "depth.3.weights", "attention.1.query", "final.input"} <= set(seen)
-
-
 def test_patterns_record_only_matching_taps() -> None:
     model = planted.control()
     with residua.diagnose.taps(model, "attention.*.key", "final.input") as seen:

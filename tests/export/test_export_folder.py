@@ -90,21 +90,10 @@ def test_a_folder_in_use_is_refused_and_unchanged(folder, model):
     assert file.read_text() == "mine"
 
 
-def test_the_working_directory_is_refused_even_if_empty(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is the working directory"):
-        write_folder(model, Tokenizer.bytes(), Path("."), check=False)
-
-
 def test_weights_have_the_permissions_of_the_configuration(model, tmp_path):
     write_folder(model, Tokenizer.bytes(), tmp_path / "out", check=False)
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
-
-
-def test_an_empty_folder_is_accepted(model, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert {p.name for p in write(model, tmp_path / "empty").iterdir()} >= FILES
 
 
 def test_a_failure_midway_leaves_nothing(model, tmp_path, monkeypatch):
