@@ -86,7 +86,6 @@ def test_full_depth_case_moves_the_bytes_of_its_junctions(name):
     assert (case.forward_bytes / row, case.backward_bytes / row) == DEPTHS[name]
 
 
-@pytest.mark.slow
 def test_a_peer_that_raises_gets_a_row_and_others_are_timed():
     case = operators(SMALL, CPU)["add_norm"]()
 
@@ -106,7 +105,6 @@ def test_a_peer_that_raises_gets_a_row_and_others_are_timed():
         next(bench_operator(case, {"fused": refuses}, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers={}))
 
 
-@pytest.mark.slow
 def test_an_exception_in_a_peer_does_not_end_the_suite(monkeypatch):
     install(monkeypatch, raising(NotImplementedError()))
     asked = suite.plan(["depth_attention", "add_norm"], ["reference"], "float32", SETTINGS)
