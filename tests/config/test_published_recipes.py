@@ -21,17 +21,12 @@ def test_every_row_trains_on_as_many_tokens_as_the_paper(paper: str) -> None:
         assert run.train.steps * run.tokens_per_step == pytest.approx(TOKENS[paper], rel=2e-3), name
 
 
-def test_the_outlier_presets_use_no_z_loss() -> None:
-    for name, run in rows("outlier").items():
-        assert run.train.z_loss == 0, name
-        assert not run.model.ffn.mixture or run.train.balance.router_z == 0, name
-
-
 def test_only_exoformer_uses_z_loss_and_cautious_decay() -> None:
     for name, run in rows("exoformer").items():
         assert (run.train.z_loss, run.train.optimizer.decay) == (1e-5, "cautious"), name
     for name, run in (rows("outlier") | rows("mgr")).items():
         assert (run.train.z_loss, run.train.optimizer.decay) == (0.0, "plain"), name
+        assert not run.model.ffn.mixture or run.train.balance.router_z == 0, name
 
 
 def test_mgr_decays_the_tied_embedding_as_in_its_table_3() -> None:

@@ -16,7 +16,6 @@ RAW = "\N{SNOWMAN}raw\N{SNOWMAN}"
 """Stands for text that no writer of the format would write; it is put in after writing."""
 
 Mutation = Callable[[bytes, random.Random], bytes]
-Tree = dict[str, Any] | list[Any]
 
 
 def flip(content: bytes, chance: random.Random) -> bytes:

@@ -139,7 +139,6 @@ def test_intervals_have_the_requested_coverage(seeds: int, confidence: float) ->
 
 
 SIZES = {"a": (7e6, 4.2e7), "b": (17e6, 1.1e8), "c": (29e6, 1.8e8)}  # parameters, FLOPs per token
-Levels = dict[tuple[str, float], float]
 
 
 def joint(size: str, tokens: float) -> float:
