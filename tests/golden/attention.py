@@ -19,6 +19,13 @@ def project(x: Tensor, W: Tensor, heads: int, bias: Tensor | None = None) -> Ten
     return S if bias is None else S + torch.stack(bias.chunk(heads))
 
 
+def rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · theta^(−2i/D) in float64; the product's own are in float32, by design."""
+    i = torch.arange(width // 2, dtype=torch.float64)
+    angles = positions.double()[:, None] * theta ** (-2 * i / width)
+    return angles.cos(), angles.sin()
+
+
 def rope(v: Tensor, position: int, theta: float) -> Tensor:
     """Turn the pairs (v_i, v_{i+D/2}) by position · theta^(−2i/D)."""
     half = v.numel() // 2

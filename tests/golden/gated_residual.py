@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.golden.arithmetic import rms, sigmoid, silu
+
 
 class Read(NamedTuple):
     """hc_norm, input_mix_weight_down, input_mix_weight_up and block_inject_weight of one reader."""
@@ -22,12 +24,11 @@ def gated_residual(x: Tensor, y: list[Tensor], reads: list[Read]) -> list[Tensor
     streams = [x] * n
     inputs = []
     for read, output in zip(reads, [*y, None], strict=True):
-        normed = [g * s / torch.sqrt((s * s).mean() + 1e-6) for g, s in zip(read.gain, streams, strict=True)]
+        normed = [g * rms(s) for g, s in zip(read.gain, streams, strict=True)]
         row = torch.cat(normed)
-        z = read.down @ row / n
-        mix = 1 / (1 + torch.exp(-(read.up @ (z / (1 + torch.exp(-z))))))
+        mix = sigmoid(read.up @ silu(read.down @ row / n))
         inputs.append(sum(m * s for m, s in zip(mix.chunk(n), normed, strict=True)) / n)
         if output is not None:
-            inject = 2 / (1 + torch.exp(-(read.inject @ row) / n))
+            inject = 2 * sigmoid(read.inject @ row / n)
             streams = [s + inject[i] * output for i, s in enumerate(streams)]
     return inputs

