@@ -89,7 +89,7 @@ def frac(x: Tensor, y: list[Tensor], m: int, junctions: list[FracJunction]) -> l
     for output, junction in zip(y, junctions, strict=True):
         B, Y, A = junction.B, junction.Y, junction.A
         if junction.W_beta is not None:
-            N = torch.stack([row / torch.sqrt((row * row).sum() / len(row) + 1e-6) for row in H])
+            N = torch.stack([rms(row) for row in H])
             B = junction.s_beta * torch.tanh(N @ junction.W_beta) + B
             Y = junction.s_alpha * torch.tanh(N @ junction.W_gamma) + Y
             A = junction.s_alpha * torch.tanh(N @ junction.W_alpha) + A
