@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.golden.arithmetic import EPS, cap, gelu, rms, sigmoid, silu
+from tests.golden.arithmetic import EPS, cap, rms, sigmoid, silu
 
 GATES = {"sigmoid": sigmoid, "tanh": torch.tanh, "silu": silu, "identity": lambda z: z}
 
@@ -75,10 +75,6 @@ def clamped_swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Te
 def relu2(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     z = w_in @ x
     return w_out @ torch.where(z > 0, z * z, torch.zeros_like(z))
-
-
-def gelu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    return w_out @ gelu(w_in @ x)
 
 
 def cross_entropy(

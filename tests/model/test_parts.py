@@ -11,6 +11,7 @@ from residua.model.context import Context
 from residua.model.ffn import build_ffn
 from residua.model.norm import build_norm
 from tests.golden import parts
+from tests.golden.arithmetic import gelu
 from tests.golden.compare import agree, each_token, leaves_of, random, randomise
 
 NOWHERE = Context(None, None)
@@ -75,7 +76,7 @@ FFNS = {
     "clamped_swiglu": (choices.ClampedSwiGLU(hidden=9), lambda f, x: parts.clamped_swiglu(x, *gated_halves(f))),
     "relu2": (choices.ReLU2(hidden=9), lambda f, x: parts.relu2(x, f.up.weight, f.out.weight)),
     "gelu_tanh": (choices.TanhGELU(hidden=9), lambda f, x: f.out.weight @ parts.gelu_tanh(f.up.weight @ x)),
-    "gelu": (choices.GELU(hidden=9), lambda f, x: parts.gelu_ffn(x, f.up.weight, f.out.weight)),
+    "gelu": (choices.GELU(hidden=9), lambda f, x: f.out.weight @ gelu(f.up.weight @ x)),
 }
 
 
