@@ -64,11 +64,12 @@ def step(
     residua bench step mini --compare prenorm,mgr,mhc --rounds 5 --steps 5
     """
     from residua.config.run import RunConfig
+    from residua.config.variants import changed
 
     options = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
     switches = {"train.compile": {None: None, True: "on", False: "off"}[compiled]}
     changes = [f"{key}={value}" for key, value in {**options, **switches}.items() if value is not None]
-    base = RunConfig.find(preset).override([*(overrides or []), *changes])
+    base = changed(RunConfig.find(preset), [*(overrides or []), *changes])
 
     from residua.bench import show
     from residua.bench.operators import measure_ceilings
@@ -108,8 +109,9 @@ def curve(
     residua bench curve tiny-block train.micro_batch=4 --steps 20
     """
     from residua.config.run import RunConfig
+    from residua.config.variants import changed
 
-    config = RunConfig.find(preset).override(overrides or [])
+    config = changed(RunConfig.find(preset), overrides or [])
     warmup = min(config.train.schedule.warmup, steps // 4)
     changes = [f"train.steps={steps}", f"train.schedule.warmup={warmup}", "train.determinism=exact"]
     if data is not None:
@@ -325,8 +327,9 @@ def plan_run(
     residua bench plan exoformer-e --gpus 4 --memory 80 --out plan.json
     """
     from residua.config.run import RunConfig
+    from residua.config.variants import changed
 
-    config = RunConfig.find(preset).override(overrides or [])
+    config = changed(RunConfig.find(preset), overrides or [])
 
     from residua.bench import show
     from residua.bench.plan import GIB, Machine, plan, plan_report, print_plans

@@ -55,7 +55,9 @@ def complete_preset(incomplete: str) -> list[str]:
 Preset = Annotated[
     str, argument("A preset's name or a run's TOML file.", metavar="PRESET", autocompletion=complete_preset)
 ]
-Overrides = Annotated[list[str] | None, argument("Changes to the configuration.", metavar="[section.key=value ...]")]
+Overrides = Annotated[
+    list[str] | None, argument("Names of variants, and changes of keys.", metavar="[VARIANT | SECTION.KEY=VALUE ...]")
+]
 Checkpoint = Annotated[str, choice("Checkpoint of the run to use.", "--checkpoint", "last", "best")]
 Device = Annotated[str, option("Device to compute on.", metavar="auto|cpu|cuda", callback=check_device)]
 Precision = Annotated[str, option("Type of the weights; auto is bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]

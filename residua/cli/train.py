@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Data, Threads, argument, complete_preset, option, use_threads
+from residua.cli.options import Data, Overrides, Threads, argument, complete_preset, option, use_threads
 from residua.errors import UserError
 from residua.files import is_plain_name, refuse_blocked
 from residua.reading import toml_string
@@ -31,7 +31,7 @@ def train(
             autocompletion=complete_preset,
         ),
     ] = None,
-    changes: Annotated[list[str] | None, argument("Changes to the configuration.", metavar="SECTION.KEY=VALUE")] = None,
+    changes: Overrides = None,
     data: Data = None,
     out: Annotated[Path | None, option("Folder of the run.", default="runs/NAME")] = None,
     start: Annotated[Path | None, option("Initialize with the weights of this run.", "--from", metavar="RUN")] = None,
@@ -44,27 +44,32 @@ def train(
     \b
     residua train tiny
     residua train mini --data data/wiki --out runs/wiki train.steps=2000
+    residua train mini mgr2+exoformer --out runs/mgr2
     residua train tiny model.topology.kind=full_attnres --out runs/full
     residua train my-run.toml --threads 4 --watch
     residua train --resume --out runs/wiki
     residua train --from runs/qwen3 model.topology=multi_gate --data data/wiki --out runs/mgr
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
-    The vocabulary size is that of the text, unless model.vocab_size is given. Ctrl-C saves and
-    stops. --resume continues from there: bit for bit on a CPU, and on a GPU with
-    train.determinism=exact.
+    `residua compare --list` lists variants. The vocabulary size is that of the text, unless
+    model.vocab_size is given. Ctrl-C saves and stops. --resume continues from there: bit for
+    bit on a CPU, and on a GPU with train.determinism=exact.
     """
-    overrides = list(changes or [])
+    from residua.config.variants import overrides
+
+    words = list(changes or [])
     if source is not None and "=" in source:
-        overrides.insert(0, source)
+        words.insert(0, source)
         source = None
     if start is not None:
-        folder, config = _retrofit(start, source, overrides, data, out, resume)
+        folder, config = _retrofit(start, source, words, data, out, resume)
     else:
         folder = out or _default_folder(source)
         refuse_blocked(folder)  # before preparing text
-        config = _configuration(source, folder, resume).override([*_data_change(data), *overrides])
-        config = config.override(_vocabulary_change(config, source, overrides, folder, resume))
+        base = _configuration(source, folder, resume)
+        words = overrides(words, base.model)
+        config = base.override([*_data_change(data), *words])
+        config = config.override(_vocabulary_change(config, source, words, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
         _run(_placed(config), folder, resume, threads)
 
@@ -81,7 +86,7 @@ def _retrofit(
 ) -> tuple[Path, RunConfig]:
     """The folder and configuration of a run that starts from the weights of another."""
     from residua.config.run import RunConfig
-    from residua.config.variants import with_eps
+    from residua.config.variants import overrides, with_eps
     from residua.storage.load import start_changes
 
     if source is not None:
@@ -92,6 +97,7 @@ def _retrofit(
         raise UserError("choose the new run's folder with --out.")
     base_file, begin = start_changes(start)
     base = RunConfig.from_toml(base_file)
+    changes = overrides(changes, base.model)
     changed = base.override([*begin, *_data_change(data), *changes])
     same_kind = changed.model.topology.kind == base.model.topology.kind
     exact = [] if same_kind or changed.model.repeats else ["model.reader_eps=sum"]

@@ -251,11 +251,11 @@ KNOWN: dict[str, Variant] = {
 
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
-    """The overrides of a variant. An entry with `=` is an override; others are known names, joined with `+`."""
+    """The overrides of a variant. `train.steps=5` is one already; other entries are known names, joined with `+`."""
     changes: list[str] = []
     parts: list[str] = []
     for entry in entries:
-        if "=" in entry:
+        if "=" in entry or "." in entry:
             changes.append(entry)
             continue
         for name in entry.split("+"):
@@ -268,6 +268,11 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
             parts.append(name.strip())
             _refuse_undoing(parts, model)
     return changes
+
+
+def changed(base: RunConfig, entries: Sequence[str]) -> RunConfig:
+    """A configuration with overrides and names of variants, as in `mgr2+exoformer train.steps=500`."""
+    return base.override(overrides(entries, base.model))
 
 
 def holds(config: RunConfig | ModelConfig, change: str) -> bool:

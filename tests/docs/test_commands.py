@@ -9,6 +9,7 @@ import pytest
 
 from residua.cli.main import VERBS
 from residua.config.run import RunConfig
+from residua.config.variants import changed, overrides
 from tests.docs.commands import (
     NOT_EXECUTED,
     PAGES,
@@ -63,13 +64,13 @@ def _check_settings(verb: str, parameters: dict) -> None:
         source, changes = parameters["source"], parameters["changes"] or []
         if source is not None and "=" in source:
             source, changes = None, [source, *changes]
-        _run(source).override(
-            [change for change in changes if "channel_gain" not in change and ".start=" not in change]
+        changed(
+            _run(source), [change for change in changes if "channel_gain" not in change and ".start=" not in change]
         )
     elif verb == "compare":
         _check_study(parameters)
     elif verb in ("bench step", "bench curve", "bench plan"):
-        base = _run(parameters["preset"]).override(parameters["overrides"] or [])
+        base = changed(_run(parameters["preset"]), parameters["overrides"] or [])
         _check_cases(base, ",".join(parameters.get("compare") or []))
     elif verb in ("bench prefill", "bench decode"):
         for preset in parameters["presets"] or ["mgr-s-prenorm"]:
@@ -91,8 +92,6 @@ def _check_cases(base: RunConfig, cases: str) -> None:
 
 
 def _check_study(parameters: dict) -> None:
-    from residua.config.variants import overrides
-
     base = _run(parameters["base"]).override(parameters["change"] or [])
     for name in parameters["what"] or []:
         if name != "base" and "/" not in name and not name.endswith((".toml", ".json")):

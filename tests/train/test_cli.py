@@ -9,6 +9,7 @@ import pytest
 
 from residua.cli.main import main
 from residua.config.run import RunConfig
+from residua.config.topologies import MultiGate
 from residua.data.source import find_data
 from tests.train.conftest import stop_after
 
@@ -36,13 +37,25 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_a_config_file_is_trained_with_overrides(call: Call, file: str, data: Path, tmp_path: Path) -> None:
+def test_a_config_file_is_trained_with_overrides_and_variants(
+    call: Call, file: str, data: Path, tmp_path: Path
+) -> None:
     code, output = call(
-        file, "train.steps=4", "--data", data, "--out", tmp_path / "run", "model.layers=1", "--threads", 1
+        file,
+        "train.steps=4",
+        "mgr2+gatednorm",
+        "--data",
+        data,
+        "--out",
+        tmp_path / "run",
+        "model.layers=1",
+        "--threads",
+        1,
     )
     assert code == 0 and "Finished" in output
     config = RunConfig.from_toml(tmp_path / "run" / "config.toml")
     assert (config.train.steps, config.model.layers, config.data.path) == (4, 1, str(data))
+    assert config.model.topology == MultiGate(streams=2) and config.model.norm.kind == "gatednorm"
 
 
 def test_folder_named_like_terminal_codes_is_printed_as_text(call: Call, file: str, data, tmp_path) -> None:
@@ -122,6 +135,8 @@ def test_relative_path_of_an_old_run_is_read_from_the_cwd(call, data, tmp_path, 
         (["nowhere.toml"], "nowhere.toml does not exist"),
         (["tiny", "--data", "nowhere"], "nowhere does not exist: if it was moved"),
         (["tiny", "train.lr=3"], "train.lr = 3 is not a known key"),
+        (["tiny", "mud"], "'mud' is not a known variant: did you mean 'mudd'?"),
+        (["tiny", "mgr2+mudd"], "'mgr2' and 'mudd' both set model.topology.kind"),
     ],
 )
 def test_a_mistake_is_reported_in_one_sentence(
