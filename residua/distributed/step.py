@@ -93,7 +93,6 @@ class RankedStep(Step):
     @torch.no_grad()
     def _clip(self) -> Tensor:
         """Clip by one norm over the gradients of all ranks, in which each element counts once."""
-        self._complete_gradients()
         complete_expert_gradients(self._experts, self.mesh)
         groups = (self.mesh.shard, self.mesh.pipeline)
         return clip_together(self._parameters, self._counts, groups, self._clip_norm, self.device)
@@ -101,9 +100,6 @@ class RankedStep(Step):
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds its part of a parameter to the norm; of equal copies, only one counts."""
         return isinstance(parameter, DTensor) or self.mesh.shard_rank == 0
-
-    def _complete_gradients(self) -> None:
-        """Before clipping, reduce the gradients that DDP or FSDP2 did not."""
 
 
 @torch.no_grad()

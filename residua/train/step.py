@@ -282,6 +282,7 @@ class Step:
 
     def _update(self, rate: float) -> None:
         """Clip the gradients of the step, update the parameters, and drop the gradients."""
+        self._complete_gradients()
         if self.balancer is not None:
             self.balancer.end()
         if self.low_precision is not None:
@@ -355,6 +356,9 @@ class Step:
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def _complete_gradients(self) -> None:
+        """Before the update, reduce the gradients over the processes that the backward pass left on each."""
 
     def _clip(self) -> Tensor:
         """Scale all gradients to a common norm of at most `train.clip_norm`; returns the norm before."""

@@ -38,6 +38,7 @@ EXTRA: Cases = {
     "exo-in-sources": ("exo-block", INTERLEAVED),
     "inside-a-layer": ("mgr", {**INTERLEAVED, "cuts": [1, 3, 6]}),
     "inside-a-parallel-layer": ("places", {**INTERLEAVED, "cuts": [1, 4, 6]}),
+    "rates-of-others": ("x0", {"pipeline": 2, "cuts": [8]}),  # the last rank has no gradient of λ of its own
     "unread-embedding": ("x0", {**INTERLEAVED, "cuts": [2, 3, 4]}),  # stage 1 only keeps it for stage 3
     "half-a-tied-head": ("full", {"pipeline": 2, "cuts": [11], "pieces": 4}),
     "ddp-in-turns": ("additive", {"data": 2, "turn": 1}),

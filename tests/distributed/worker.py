@@ -31,20 +31,21 @@ from tests.distributed.live import constructed
 def trace(step: Step, rank: int, ranks: int) -> dict[str, Tensor]:
     """Losses, clipped gradients and weights of the first steps, the validation loss after them."""
     seen: dict[str, Tensor] = {}
-    update = step.optimizer.step
+    update = step.optimizer.update
 
-    def record() -> None:
+    def record(numbers: Any) -> None:
         for group in step.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is not None:
                     seen[f"{number}/gradient/{name}"] = whole(parameter.grad)
-        update()
+        update(numbers)
 
-    step.optimizer.step = record  # type: ignore[method-assign, assignment]
+    step.optimizer.update = record  # type: ignore[method-assign]
     for number in range(STEPS):
         step(batches(number)[rank::ranks])
         seen[f"{number}/totals"] = torch.tensor(step.totals())
         step.set_totals([0.0] * 4)
+    assert any("/gradient/" in name for name in seen)
     validation = batches(99)[: ACCUMULATE - 1]
     loss, targets = step.evaluate(validation)
     seen["validation"] = torch.tensor([loss, float(targets)])
