@@ -247,7 +247,7 @@ def test_keeping_streams_recaptures_graphs_and_ends_with_the_run(config: RunConf
     mgr = config.override(["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"])
     step = build_step(residua.build(mgr.model), mgr.train, torch.device("cpu"))
     made: list[tuple[int, ...]] = []
-    step._build_graphed = lambda: made.append(step.model.topology.recovery().kept)  # type: ignore[method-assign]
+    step._build_graphed = lambda: (made.append(step.model.topology.recovery().kept), None)  # type: ignore[method-assign]
     step.keep_streams([1, 2])
     step.keep_streams((1, 2))
     assert made == [(1, 2)]
