@@ -173,7 +173,7 @@ class Step:
 
     @torch.no_grad()
     def restart(self, model: Decoder, config: TrainConfig) -> None:
-        """Start another run with the weights of `model`; compiled code, CUDA graphs and buffers stay in use.
+        """Start another run with the weights of `model`; compiled code, CUDA graphs of passes and buffers stay in use.
 
         `model` and `config` must compute the same graph as before (`world.graph_of`).
         """

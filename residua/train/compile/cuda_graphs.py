@@ -88,11 +88,13 @@ class GraphedPass:
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what the block runs, in the memory and on the stream of all graphs of this step."""
         torch.cuda.synchronize()
+        before = torch.cuda.current_stream()
         try:
             # thread_local: the loader's threads keep working during the capture
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
                 yield
         except RuntimeError:
+            torch.cuda.set_stream(before)  # torch stays on the capture's stream if it cannot end the capture
             torch.cuda.synchronize()
             raise
 
@@ -160,11 +162,13 @@ class GraphedUpdate:
         graph = torch.cuda.CUDAGraph()
         try:
             with self._passes.capturing(graph):
-                self._captured = graph, self._run(numbers)
+                norm = self._run(numbers)
         except RuntimeError as error:
             self._refused = True
             _warn("update", error)
-        return not self._refused
+            return False
+        self._captured = graph, norm
+        return True
 
 
 def _on(stream: torch.cuda.Stream, run: Callable[[], T]) -> T:
