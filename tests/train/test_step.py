@@ -1,15 +1,21 @@
 """One optimizer step: accumulation, precision, recomputation, evaluation."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import residua
 from residua.config.run import RunConfig
 from residua.data.loader import Batch
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
+from residua.train import optimizer
+from residua.train.compile import cuda_graphs
 from residua.train.step import Step, arithmetic, build_step
 
 CPU = torch.device("cpu")
@@ -207,3 +213,56 @@ def test_a_gpu_step_is_compiled_bf16_and_learns(config: RunConfig) -> None:
         step([batch(4)], rate=0.3)
         losses.append(step.totals().loss)
     assert losses[-1] < losses[0] - 1
+
+
+class Recorder(TorchDispatchMode):
+    """Stands in for a CUDA graph: repeats operations on the same tensors. Recording them changes none."""
+
+    calls, before = (), ()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.before += tuple((t, t.clone()) for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        self.calls += ((operation, args, kwargs or {}, operation(*args, **kwargs or {})),)
+        return self.calls[-1][-1]
+
+    @torch.no_grad()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, value in reversed(self.before):
+            tensor.copy_(value)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operation, args, kwargs, outputs in self.calls:
+            for mine, new in zip(tree_leaves(outputs), tree_leaves(operation(*args, **kwargs)), strict=True):
+                if isinstance(mine, torch.Tensor):
+                    mine.copy_(new)
+
+
+def updated(config: RunConfig, graphed: bool) -> torch.Tensor:
+    """Weights after a second run with other rates and another norm; once, its gradients are not the graph's."""
+    step = make(config)
+    gradients = [torch.zeros_like(p) for p in step._parameters]
+    passes: Any = SimpleNamespace(stream=SimpleNamespace(device=CPU), capturing=lambda graph: graph)
+    passes.wrote_gradients = lambda: number != 8
+    step._build_graphed_update = lambda _: cuda_graphs.GraphedUpdate(step._descend, passes) if graphed else None  # type: ignore[method-assign]
+    step._graphed_update = step._build_graphed_update(None)
+    for number in range(11):
+        for p, gradient in zip(step._parameters, gradients, strict=True):
+            p.grad = torch.zeros_like(gradient) if number == 8 else gradient.zero_()
+        step([batch(2, number)], 1 / (1 + number))
+        if number == 3:
+            step.restart(make(config).model, config.train.model_copy(update={"clip_norm": 0.02}))
+    assert not graphed or step._graphed_update._captured is not None
+    return weights(step.model)
+
+
+def test_graphed_updates_equal_ordinary_ones(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    monkeypatch.setattr(cuda_graphs, "_on", lambda stream, run: run())
+    adam = optimizer.adam_directions  # like descents without kernels, it needs its numbers on the host
+    monkeypatch.setattr(optimizer, "adam_directions", lambda m, v, g, betas, eps: adam(m, v, g, betas, 1e-8))
+    descend = lambda xs, us, rate, decay: [x.sub_(rate * u + decay * x) for x, u in zip(xs, us, strict=True)]  # noqa: E731
+    monkeypatch.setattr(optimizer, "_DESCENTS", dict.fromkeys(("cautious", "plain"), descend))
+    assert torch.equal(updated(config, graphed=True), updated(config, graphed=False))
