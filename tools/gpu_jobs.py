@@ -297,6 +297,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=120.0, help="GiB of the GPU that all jobs may reserve")
     parser.add_argument("--seconds", type=float, default=86400.0)
     given = parser.parse_args()
+    if not given.jobs.is_file():
+        parser.error(f"{given.jobs} does not exist")
     jobs = read_jobs(given.jobs)
     if large := [job.name for job in jobs if job.memory > given.memory]:
         parser.error(f"{', '.join(large)} would never start, nor any job after it: --memory is {given.memory:g} GiB")
