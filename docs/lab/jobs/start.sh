@@ -8,7 +8,7 @@ mkdir -p "$W/site" "$W/results"
 for archive in "${@:3}"; do tar -xf "$archive" -C "$W" --skip-old-files; done
 cp docs/lab/jobs/*.toml "$W/results/"
 cp -n docs/results/{shelf,twenty,twenty/8x384}.json "$W/results/" || true
-export HERE=$W/results GPT2=${GPT2:-} CORPUS=$W/corpus/text TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-}
+export HERE=$W/results GPT2=${GPT2:-} CORPUS=$W/corpus/text TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-} TASKS=${TASKS:-}
 export PYTHONPATH=$REPO:$W/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PATH=$W/bin:$PATH
 export TORCHINDUCTOR_CACHE_DIR=$W/cache/inductor TRITON_CACHE_DIR=$W/cache/triton XDG_CACHE_HOME=$W/cache
 mkdir -p "$W/bin"
