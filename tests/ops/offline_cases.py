@@ -50,15 +50,6 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     torch.ops.residua.rms_norm_backward(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens), dotted=True)
 
 
-def norm_codes(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
-    """As the rewritten graph of a compiled FP8 step calls them."""
-    (x, y), weight, scale = torch.zeros(2, tokens, width, dtype=dtype), torch.zeros(width), torch.ones(())
-    for update, dotted in ((None, True), (y, False)):
-        _, rstd, *_ = torch.ops.residua.rms_norm(x, weight, 1e-6, update, scale=scale)
-        torch.ops.residua.rms_norm(x, weight, 1e-6, update, weight, scale)
-        torch.ops.residua.rms_norm_backward(y, x, weight, rstd, update, dotted=dotted, scale=scale)
-
-
 def transpose_codes(rows: int, columns: int) -> None:
     pair = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in ((rows, columns), (columns, rows)))
     fp8_codes.transpose_codes([tuple(pair)])
@@ -423,7 +414,6 @@ def small_cases() -> Iterator[Case]:
         if example.is_fused(operator):
             yield name, partial(example.results, operator)
     yield case(add_norm, BF16, 33)
-    yield case(norm_codes, BF16, 2048)
     yield case(transpose_codes, 2048, 6144)
     yield case(hyper_step, BF16, 768, 4, "all", 3, 40, True)
     yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
@@ -507,8 +497,6 @@ def wide_cases() -> Iterator[Case]:
         yield case(decode_activations, dtype, 4 * width)
         for count, n, rows in ((0, 2, 1), (1, 3, 3), (8, 4, 3), (16, 8, 3), (32, 16, 3)):
             yield case(decode_junctions, dtype, width, count, n, rows)
-    for width in (*widths, 2048, 8192):
-        yield case(norm_codes, BF16, width)
     for width, junction, (kind, rows) in product((768, 1280), ("sum", "read", "gate"), (("relu2", 1), ("swiglu", 2))):
         yield case(decode_layers, BF16, width, kind, junction, rows)
         yield case(decode_layers, BF16, width, kind, junction, rows, False)

@@ -1,5 +1,6 @@
 """FP8 codes: the fused passes have the bits of the reference."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -27,31 +28,59 @@ def weights(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Ten
     return [w.to(device, dtype) for w in made]
 
 
-def encoded(choice: str, masters: list[Tensor]) -> list[Tensor]:
-    into = [
+def outputs(masters: list[Tensor]) -> list[EncodedWeight]:
+    return [
         EncodedWeight(*(w.new_empty(shape, dtype=E4M3) for shape in (w.shape, w.shape[::-1])), w.new_empty(()).float())
         for w in masters
     ]
+
+
+def encoded(choice: str, masters: list[Tensor], untransposed: Sequence[int] = ()) -> list[Tensor]:
+    into = [o._replace(turned=None) if i in untransposed else o for i, o in enumerate(outputs(masters))]
     with backend(choice):
         encode_weights(masters, into)
     return [tensor.float() for weight in into for tensor in weight if tensor is not None]
 
 
-def assert_same(masters: list[Tensor]) -> None:
-    for ours, exact in zip(encoded("triton", masters), encoded("reference", masters), strict=True):
+def assert_same(masters: list[Tensor], untransposed: Sequence[int] = ()) -> None:
+    results = [encoded(choice, masters, untransposed) for choice in ("triton", "reference")]
+    for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
 
 
-by_copy_and_kernel = pytest.mark.parametrize("on_kernel", [False, True], ids=["copy", "kernel"])
-
-
 @interpreter
-@by_copy_and_kernel
-def test_interpreted_codes_transposes_and_scales_are_exact(on_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_KERNEL", on_kernel)
+def test_interpreted_codes_transposes_and_scales_are_exact() -> None:
     assert_same(weights())
     codes, turned, scale = encoded("triton", weights())[:3]
     assert torch.equal(codes.t(), turned) and scale == 2**-6 and weights()[0].abs().max() > 448 * 2**-7
+
+
+@interpreter
+@pytest.mark.parametrize("untransposed", [(0,), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_interpreted_weights_may_have_no_transpose(untransposed: tuple[int, ...]) -> None:
+    assert_same(weights(), untransposed)
+
+
+@interpreter
+def test_interpreted_wide_weights_are_transposed_across_tiles() -> None:
+    assert_same([torch.randn(129, 257), torch.randn(129, 257), torch.randn(256, 128)])
+
+
+@pytest.mark.parametrize("choice", ["auto", "reference", pytest.param("triton", marks=interpreter)])
+def test_no_weights_are_encoded_without_error(choice: str) -> None:
+    assert encoded(choice, []) == []
+
+
+@interpreter
+def test_kernels_take_only_dense_weights_codes_and_transposes() -> None:
+    masters = weights()
+    dense = outputs(masters)
+    turned = [dense[0]._replace(turned=dense[0].codes.new_empty(96, 64).t()), *dense[1:]]
+    with backend("triton"):
+        assert encode_weights.fuses(masters, dense)
+        assert not encode_weights.fuses(masters, turned)
+        assert not encode_weights.fuses([masters[0].t(), *masters[1:]], dense)
+        assert not encode_weights.fuses([torch.empty(0, 16)], outputs([torch.empty(0, 16)]))
 
 
 def assert_transposed(rows: int, columns: int, count: int, device: str = "cpu") -> None:
@@ -122,12 +151,11 @@ def test_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) -> No
 
 
 @on_gpu
-@by_copy_and_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_codes_are_exact_and_keep_nan(dtype: torch.dtype, on_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_KERNEL", on_kernel)
+def test_gpu_codes_are_exact_and_keep_nan(dtype: torch.dtype) -> None:
     masters = weights("cuda", dtype)
     assert_same(masters)
+    assert_same(masters, untransposed=(1, 2))
     masters[1][3, 5] = float("nan")
     assert_same(masters)
     assert encoded("triton", masters)[3].isnan().all()

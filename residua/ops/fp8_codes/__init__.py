@@ -34,13 +34,18 @@ def _values(d: Draw) -> Cases:
         yield Case((d.x(), _scale(d)), {"gradient": gradient}, f"{gradient=}", gradients=False, note=NOTE)
 
 
-def _serves_weights(weights: Sequence[Tensor], *_: Any) -> bool:
-    fits = all(w.is_contiguous() and w.numel() and not (w.is_cuda and w.data_ptr() % 16) for w in weights)
-    return fits and _serves(*weights)
+def _serves_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> bool:
+    written = [t for encoded in into for t in (encoded.codes, encoded.turned) if t is not None]
+    return _serves(*weights) and all(_fits_table(t) for t in (*weights, *written))
+
+
+def _fits_table(x: Tensor) -> bool:
+    """Whether kernels may access a tensor by its address alone."""
+    return x.is_contiguous() and x.numel() > 0 and not (x.is_cuda and x.data_ptr() % 16)
 
 
 def _serves(*tensors: Tensor, **_: Any) -> bool:
-    return supports(*tensors) and (not tensors[0].is_cuda or _has_fp8())
+    return supports(*tensors) and (not any(x.is_cuda for x in tensors) or _has_fp8())
 
 
 @constant

@@ -35,19 +35,6 @@ def on_grid(b_x, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
     return (b_x + b_shift) - b_shift
 
 
-@triton.jit
-def on_codes(b_x, inverse, GRADIENT: tl.constexpr, STEPWISE: tl.constexpr):
-    """x over its scale, clamped, for the cast to E4M3 or, for a GRADIENT, E5M2; NaN stays.
-
-    STEPWISE: round to the grid of the codes before the cast, as the interpreter needs it.
-    """
-    LIMIT: tl.constexpr = 57344.0 if GRADIENT else 448.0
-    b_x = tl.clamp(b_x * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if STEPWISE:
-        b_x = on_grid(b_x, 2 if GRADIENT else 3, 2.0**-14 if GRADIENT else 2.0**-6)
-    return b_x
-
-
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(
     table_ptr, bits_ptr, count, size, LIMIT: tl.constexpr, EMPTY: tl.constexpr, W: tl.constexpr,
@@ -91,8 +78,10 @@ def values_kernel(
 ):  # fmt: skip
     """Codes of a tensor of any shape, and bits [programs] of the largest magnitude that each program saw.
 
-    The tensor is x ("values"); or y = relu(x)² ("squares") or x ⊙ 2√a ("slopes"), which is written too.
+    The tensor is x ("values"); or y = relu(x)² ("squares") or x ⊙ 2√a ("slopes"), which is written too. STEPWISE: round
+    to the grid of the codes before the cast, as the interpreter needs it.
     """
+    LIMIT: tl.constexpr = 57344.0 if GRADIENT else 448.0
     inverse = 1 / tl.load(scale_ptr)
     b_most = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
@@ -109,6 +98,8 @@ def values_kernel(
             tl.store(y_ptr + at, b_stored, mask=live)
             b_y = b_stored.to(tl.float32)
         b_most = tl.maximum(b_most, b_y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        b_y = on_codes(b_y, inverse, GRADIENT, STEPWISE)
+        b_y = tl.clamp(b_y * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if STEPWISE:
+            b_y = on_grid(b_y, 2 if GRADIENT else 3, 2.0**-14 if GRADIENT else 2.0**-6)
         tl.store(codes_ptr + at, b_y.to(codes_ptr.dtype.element_ty), mask=live)
     tl.store(bits_ptr + tl.program_id(0), tl.max(b_most, 0))

@@ -1,7 +1,6 @@
 """RMSNorm on the GPU, with the additions before it and after its gradient, and with PreAffine's scaling of its input.
 
-A program holds one row of any width at a time, as TILES tiles of BLOCK channels, all in registers. With a scale, it
-also writes FP8 codes of its output, and bits [programs] of the largest magnitude that it saw, as `values_kernel` does.
+A program holds one row of any width at a time, as TILES tiles of BLOCK channels, all in registers.
 """
 
 # mypy: ignore-errors
@@ -9,8 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from residua.ops.fp8_codes.kernels import on_codes
 
 
 @triton.jit
@@ -27,25 +24,12 @@ def _put(row_ptr, k: tl.constexpr, b_tile, C: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _put_codes(row_ptr, k: tl.constexpr, b_stored, inverse, b_most, C: tl.constexpr, BLOCK: tl.constexpr,
-               GRADIENT: tl.constexpr, STEPWISE: tl.constexpr):  # fmt: skip
-    """Write the codes of a tile that is stored like this; returns `most` with its magnitudes."""
-    b_y = b_stored.to(tl.float32)
-    _put(row_ptr, k, on_codes(b_y, inverse, GRADIENT, STEPWISE), C, BLOCK)
-    b_bits = b_y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.maximum(b_most, tl.where(k * BLOCK + tl.arange(0, BLOCK) < C, b_bits, 0))
-
-
-@triton.jit
 def forward_kernel(
-    x_ptr, update_ptr, weight_ptr, affine_ptr, added_ptr, normed_ptr, rstd_ptr, eps, scale_ptr, codes_ptr, bits_ptr,
+    x_ptr, update_ptr, weight_ptr, affine_ptr, added_ptr, normed_ptr, rstd_ptr, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
-    STEPWISE: tl.constexpr,
 ):  # fmt: skip
-    """The norm of x, or of x + update, which is written to `added`; if SCALED, of affine ⊙ that. Codes are in E4M3."""
+    """The norm of x, or of x + update, which is written to `added`; if SCALED, of affine ⊙ that."""
     row = tl.program_id(0).to(tl.int64)
-    if scale_ptr is not None:
-        inverse, b_most = 1 / tl.load(scale_ptr), tl.zeros([BLOCK], tl.int32)
     b_s, b_square = (), tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TILES):
         # s = x, or x + update rounded as it is stored, times affine
@@ -62,14 +46,7 @@ def forward_kernel(
     rstd = tl.rsqrt(tl.sum(b_square, 0) / C + eps)
     tl.store(rstd_ptr + row, rstd)
     for k in tl.static_range(TILES):
-        to_ptr = normed_ptr + row * C
-        b_normed = b_s[k] * rstd * _tile(weight_ptr, k, C, BLOCK).to(tl.float32)
-        _put(to_ptr, k, b_normed, C, BLOCK)
-        if scale_ptr is not None:
-            b_stored = b_normed.to(normed_ptr.dtype.element_ty)
-            b_most = _put_codes(codes_ptr + row * C, k, b_stored, inverse, b_most, C, BLOCK, False, STEPWISE)
-    if scale_ptr is not None:
-        tl.store(bits_ptr + row, tl.max(b_most, 0))
+        _put(normed_ptr + row * C, k, b_s[k] * rstd * _tile(weight_ptr, k, C, BLOCK).to(tl.float32), C, BLOCK)
 
 
 @triton.jit
@@ -88,8 +65,8 @@ def _loaded(x_ptr, g_ptr, residual_ptr, row, tokens, C: tl.constexpr, BLOCK: tl.
 @triton.jit
 def backward_kernel(
     g_ptr, residual_ptr, x_ptr, weight_ptr, affine_ptr, rstd_ptr, g_x_ptr, dots_ptr, partial_ptr, tokens,
-    scale_ptr, codes_ptr, bits_ptr, C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr,
-    DOTTED: tl.constexpr, SCALED: tl.constexpr, STEPWISE: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ADDED: tl.constexpr, DOTTED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Every P-th row, P the number of programs. With n = x·rstd and g the gradient of the norm:
 
@@ -100,12 +77,9 @@ def backward_kernel(
     g_x = affine ⊙ g_s + residual,   g_affine = Σ g_s ⊙ x
 
     The sums over tokens stay in registers until the end, when each program writes its own row of `partial` [P, C], or
-    [2, P, C] with those of affine. `dots` are x·g_x with g_x as it is stored. Codes are those
-    of g_x, in E5M2.
+    [2, P, C] with those of affine. `dots` are x·g_x with g_x as it is stored.
     """
     EACH: tl.constexpr = 3 if ADDED else 2
-    if scale_ptr is not None:
-        inverse, b_most = 1 / tl.load(scale_ptr), tl.zeros([BLOCK], tl.int32)
     program = tl.program_id(0)
     b_g_w, b_w = (), ()
     b_g_a, b_a = (), ()
@@ -141,11 +115,7 @@ def backward_kernel(
                 b_g_x = b_g_x * b_a[k]
             if ADDED:
                 b_g_x += b_tiles[EACH * k + 2].to(tl.float32)
-            at = tl.cast(row, tl.int64) * C
-            _put(g_x_ptr + at, k, b_g_x, C, BLOCK)
-            if scale_ptr is not None:
-                b_stored = b_g_x.to(g_x_ptr.dtype.element_ty)
-                b_most = _put_codes(codes_ptr + at, k, b_stored, inverse, b_most, C, BLOCK, True, STEPWISE)
+            _put(g_x_ptr + tl.cast(row, tl.int64) * C, k, b_g_x, C, BLOCK)
             if DOTTED:
                 b_dot += b_g_x.to(g_x_ptr.dtype.element_ty).to(tl.float32) * b_tiles[EACH * k].to(tl.float32)
         if DOTTED:
@@ -153,8 +123,6 @@ def backward_kernel(
         if SCALED:
             b_g_a = b_new_a
         b_tiles = b_next
-    if scale_ptr is not None:
-        tl.store(bits_ptr + program, tl.max(b_most, 0))
     for k in tl.static_range(TILES):
         if SCALED:
             _put(partial_ptr + program * C, k, b_g_w[k] * b_a[k], C, BLOCK)

@@ -2,8 +2,7 @@
 
 Forward: read x (or h and y), write the norm (and the sum). Backward: read its gradient (and the sum's) and x, write one
 gradient; it needs only x and one float per token. The scaled norm is PreAffine's, of affine ⊙ x: it uses the same
-kernels, which read and write nothing more. With a scale, the kernels also write FP8 codes of the norm, or of x's
-gradient, and the bits of its largest magnitude, as `fp8_values` would in another pass.
+kernels, which read and write nothing more.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 from residua.ops._runtime.launch import Kernels, cdiv, dense_like, either, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import differentiable
-from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
-from residua.ops.low_precision.fp8 import E4M3, E5M2
+from residua.ops._runtime.triton_support import multiprocessors
 
 kernels = Kernels("residua.ops.rms_norm.kernels")
 
@@ -34,10 +32,6 @@ class RowPlan(NamedTuple):
         block = 256 * self.warps
         return {"C": width, "BLOCK": block, "TILES": cdiv(width, block), "num_warps": self.warps}
 
-    def persistent(self, x: Tensor) -> int:
-        """How many programs share the rows."""
-        return min(len(x), self.programs * multiprocessors(x))
-
 
 def forward_plan(width: int) -> RowPlan:
     return RowPlan(4 if width <= 4096 else 8)
@@ -52,62 +46,45 @@ def backward_plan(width: int) -> RowPlan:
     return RowPlan(4, 4) if width <= 4096 else RowPlan(8, 2)
 
 
-NO_CODES = (None, None)
-"""Triton compiles pointers that are None away, so a norm without codes is the same kernel as ever."""
-
-
-def _empty_codes(x: Tensor, dtype: torch.dtype, programs: int) -> list[Tensor]:
-    """The codes of a tensor like x, and one maximum per program."""
-    return [dense_like(x, dtype), x.new_empty(programs, dtype=torch.int32)]
-
-
 @launcher("rms_norm")
 def forward(
-    x: Tensor, weight: Tensor, eps: float, update: Tensor | None = None, affine: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Iterator[list[Tensor]]:  # fmt: skip
-    """The normed rows [M, C] of affine ⊙ (x + update) and rstd [M]; with an update the sum, rounded to x's dtype; with
-    a scale the codes, in E4M3, and one maximum per row.
-    """
-    tokens, width = x.shape
+    x: Tensor, weight: Tensor, eps: float, update: Tensor | None = None, affine: Tensor | None = None
+) -> Iterator[list[Tensor]]:
+    """The normed rows [M, C] of affine ⊙ (x + update) and rstd [M]; with an update the sum, rounded to x's dtype."""
     outputs = [dense_like(x), x.new_empty(x.shape[:1], dtype=torch.float32)]
-    sums = [] if update is None else [dense_like(x)]
-    codes = [] if scale is None else _empty_codes(x, E4M3, tokens)
-    yield [*outputs, *sums, *codes]
+    outputs += [] if update is None else [dense_like(x)]
+    yield outputs
+    tokens, width = x.shape
     if tokens:
-        normed, rstd = outputs
+        normed, rstd, *sums = outputs
         x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
         kernels.forward_kernel[(tokens,)](
             x, update, weight.contiguous(), either(affine, weight).contiguous(), *(sums or [x]), normed, rstd, eps,
-            scale, *(codes or NO_CODES), ADDED=len(sums) > 0, SCALED=affine is not None, STEPWISE=INTERPRETED,
-            **forward_plan(width).sizes(width),
+            ADDED=len(sums) > 0, SCALED=affine is not None, **forward_plan(width).sizes(width),
         )  # fmt: skip
 
 
 @launcher("rms_norm_backward")
 def backward(
     g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None, affine: Tensor | None = None,
-    dotted: bool = False, scale: Tensor | None = None,
+    dotted: bool = False,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
     """The gradients of x, of the weight and of affine, if given. If `dotted`, also x · its gradient per row [M].
 
-    `residual` is added to the gradient of x before rounding. With a scale, also the codes of x's gradient, in E5M2, and
-    one maximum per program.
+    `residual` is added to the gradient of x before rounding.
     """
     g_weights = [dense_like(w) for w in (weight, affine) if w is not None]
     g_x, dots = dense_like(x), torch.empty_like(rstd) if dotted else None
+    yield [g_x, *g_weights, *([] if dots is None else [dots])]
     tokens, width = x.shape
     plan = backward_plan(width)
-    codes = [] if scale is None else _empty_codes(x, E5M2, plan.persistent(x))
-    yield [g_x, *g_weights, *([] if dots is None else [dots]), *codes]
-    programs = plan.persistent(x)
+    programs = min(tokens, plan.programs * multiprocessors(x))
     partial = x.new_empty((len(g_weights), programs, width), dtype=torch.float32)
     if tokens:
         kernels.backward_kernel[(programs,)](
             g, g if residual is None else residual.contiguous(), x, weight.contiguous(),
             either(affine, weight).contiguous(), rstd, g_x, either(dots, rstd), partial, tokens,
-            scale, *(codes or NO_CODES), ADDED=residual is not None, DOTTED=dotted, SCALED=affine is not None,
-            STEPWISE=INTERPRETED, **plan.sizes(width),
+            ADDED=residual is not None, DOTTED=dotted, SCALED=affine is not None, **plan.sizes(width),
         )  # fmt: skip
     for rows, g_weight in zip(partial, g_weights, strict=True):
         sum_rows(rows, g_weight)

@@ -1,4 +1,4 @@
-"""Additions next to a norm, the δ of a read before it and FP8 codes move into its kernels, and nothing else changes."""
+"""Additions next to a norm and the δ of a read before it move into its kernels, and nothing else changes."""
 
 from operator import getitem
 from typing import Any
@@ -7,26 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua import ops
-from residua.config.run import TrainConfig
-from residua.model.decoder import Decoder
-from residua.train.compile.rewrites.norms import VIEWS, fuse_additions, take_dots, write_codes
-from residua.train.low_precision import LowPrecision
-from tests.model.small import small
+from residua.train.compile.rewrites.norms import VIEWS, fuse_additions, take_dots
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, assert_equal, interpreter
-from tests.train.compile.rewriting import calls, differentiated, loss_of, model_loss, rewritten
+from tests.ops.harness import assert_close, interpreter
+from tests.train.compile.rewriting import calls, differentiated, model_loss, rewritten
 
 pytestmark = [pytest.mark.slow, interpreter]
 
 
 @pytest.fixture(autouse=True)
 def _registered():
-    import residua.ops.fp8_codes.launch
-    import residua.ops.rms_norm.launch  # noqa: F401  (their operators)
+    import residua.ops.rms_norm.launch  # noqa: F401  (its operators)
 
 
 aten = torch.ops.aten
@@ -212,80 +207,3 @@ def test_half_precision_sum_is_fused_only_if_factors_are_widened(widened, asked)
     module = traced(function, g, x, decomposition_table=select_decomp_table())
     rewritten(module, take_dots)
     assert given(module, "rms_norm_backward", DOTTED) == [widened]
-
-
-def fuse_and_write(graph: Graph) -> None:
-    """In the order of a compiled step."""
-    fuse_additions(graph)
-    write_codes(graph)
-
-
-@pytest.mark.parametrize(
-    ("rewrite", "tables", "forward", "backward"),
-    [
-        (fuse_and_write, {}, 2, 2),
-        pytest.param(write_codes, {"norm": {"kind": "gatednorm", "rank": 4}}, 0, 0, marks=pytest.mark.nightly),
-        pytest.param(fuse_and_write, {"norm": {"kind": "preaffine"}}, 2, 0, marks=pytest.mark.nightly),
-        pytest.param(write_codes, {"topology": FULL}, 2, 0, marks=pytest.mark.nightly),
-    ],
-    ids=["additive", "gatednorm", "preaffine", "full"],
-)
-def test_norms_write_the_codes_of_every_product_that_reads_them(rewrite, tables, forward, backward):
-    """Of two sublayers; other codes are those of attention's output, of squares, and of QKV's packed gradient."""
-    model = Decoder(small(layers=1, ffn={"kind": "relu2", "hidden": 32}, **tables))
-    low = LowPrecision(model, TrainConfig(precision="fp8_emulated"), torch.device("cpu"))
-    low.set_state([[1.0] * len(low.places) * 2] * TrainConfig().low_precision.history)
-    with low.encoded_weights():
-        plain, ours = differentiated(loss_of(model), list(model.parameters()), rewrite=rewrite)
-    assert_equal(ours.values, plain.values)
-    for before, after, name, moved in zip(
-        plain.graphs, ours.graphs, ("rms_norm", "rms_norm_backward"), (forward, backward), strict=True
-    ):
-        assert scaled(after, name) == moved
-        assert calls(before)[ROUNDING] - calls(after)[ROUNDING] == moved
-        if rewrite is write_codes and not moved:
-            assert str(after.graph) == str(before.graph)
-
-
-ROUNDING = "residua.fp8_values.default"
-
-
-def scaled(module: GraphModule, name: str) -> int:
-    """How many calls of a norm write codes."""
-    return sum("scale" in n.kwargs for n in module.graph.nodes if str(n.target) == f"residua.{name}.default")
-
-
-def rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
-    codes, bits = torch.ops.residua.fp8_values(*arguments)
-    return codes.float(), bits.amax()
-
-
-READERS = {
-    "plain": (lambda y, s, t: rounded(y, s, False), 1),
-    "in another shape": (lambda y, s, t: rounded(y.view(3, 2, 8).reshape(2, 24), s, False), 1),
-    "only the codes": (lambda y, s, t: rounded(y, s, False)[:1], 1),
-    "read elsewhere": (lambda y, s, t: (*rounded(y, s, False), y.sin()), 1),
-    "of two products": (lambda y, s, t: (*rounded(y, s, False), *rounded(y, t, False)), 1),
-    "own range": (lambda y, s, t: rounded(y, y.abs().amax() / 448, False), 0),
-    "elementwise work between": (lambda y, s, t: rounded(y.sin(), s, False), 0),
-    "turned": (lambda y, s, t: rounded(y.t().contiguous(), s, False), 0),
-    "as a gradient": (lambda y, s, t: rounded(y, s, True), 0),
-    "maxima of programs": (lambda y, s, t: (torch.ops.residua.fp8_values(y, s, False)[1] + 1,), 0),
-}
-
-
-@pytest.mark.parametrize(("read", "taken"), READERS.values(), ids=READERS)
-@pytest.mark.parametrize("added", [False, True], ids=["norm", "sum"])
-def test_a_norm_writes_only_its_own_codes_under_a_known_scale(read, taken, added):
-    x, weight = (t.detach() for t in drawn((6, 8), (8,)))
-    scales = torch.tensor(2.0**-6), torch.tensor(2.0**-9)
-
-    def function(x: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
-        y, rstd, *total = torch.ops.residua.rms_norm(x, weight, 1e-6, x if added else None)
-        return *read(y, *scales), rstd, *total
-
-    module = traced(function, x, *scales)
-    before = calls(module)[ROUNDING]
-    rewritten(module, write_codes)
-    assert scaled(module, "rms_norm") == taken == before - calls(module)[ROUNDING]
-    assert_equal(module(x, *scales), function(x, *scales))

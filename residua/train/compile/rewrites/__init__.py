@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-RECOMPUTE_GATES, NORM_CODES = "RESIDUA_RECOMPUTE_GATES", "RESIDUA_NORM_CODES"
-"""Environment variables that, set to 1, turn on rewrites: one saves memory and costs time, one waits for a GPU."""
+RECOMPUTE_GATES = "RESIDUA_RECOMPUTE_GATES"
+"""The environment variable that, set to 1, turns on a rewrite that saves memory and costs time."""
 
 
 def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,12 +47,11 @@ def allow_recompiling(sublayers: int) -> None:
 def _rewrites() -> Any:
     # inductor takes a second to import, and is needed only for compiling
     from residua.train.compile.rewrites.graphs import Rewrites
-    from residua.train.compile.rewrites.norms import fuse_additions, take_dots, write_codes
+    from residua.train.compile.rewrites.norms import fuse_additions, take_dots
     from residua.train.compile.rewrites.packed_heads import pack_head_gradients
     from residua.train.compile.rewrites.weight_gradients import split_weight_gradients
 
-    chosen = [write_codes] if os.environ.get(NORM_CODES) == "1" else []
-    return Rewrites(fuse_additions, take_dots, *chosen, pack_head_gradients, split_weight_gradients)
+    return Rewrites(fuse_additions, take_dots, pack_head_gradients, split_weight_gradients)
 
 
 @cache

@@ -52,11 +52,10 @@ def _announce_operators(graph: Graph) -> None:
         inductor.make_fallback(operator, inductor.tag_to_layout_constraint(tag), warn=False)
 
 
-def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:
+def call(graph: Graph, operator: Any, *args: Any) -> Node:
     """Insert a call at the graph's insertion point, with the shape and dtype of its result in `meta`."""
-    node = graph.call_function(operator, args, settings)
-    values, named = torch.fx.map_arg((args, settings), lambda argument: argument.meta["val"])
-    node.meta["val"] = operator(*values, **named)
+    node = graph.call_function(operator, args)
+    node.meta["val"] = operator(*torch.fx.map_arg(args, lambda argument: argument.meta["val"]))
     return node
 
 

@@ -1,4 +1,4 @@
-"""Moves operations next to a norm into its kernels: additions, dot products of input and gradient, and FP8 codes.
+"""Moves operations next to a norm into its kernels: additions, and the dot product of its input and its gradient.
 
 To `torch.compile` the fused norm is an opaque operator, so its neighbours become separate kernels: the sum that it
 reads in the forward pass (x' = x + y), and in the backward pass the sum of its gradient and that of the residual path
@@ -8,15 +8,6 @@ A read over depth is followed by a norm, and the read's backward pass starts wit
 just computed dh from h; without this rewrite, δ takes another pass over two tensors for one number per token.
 
     sum(rms_norm_backward(g, h)[0] ⊙ h)  =  the last output of rms_norm_backward(g, h, dotted=True)
-
-An FP8 product reads a norm's output, or its gradient where the residual path adds it to a sublayer's output, and rounds
-it in another pass. The norm's kernels can write the codes and their largest magnitude, with the same bits:
-
-    fp8_values(rms_norm(x)[0], s, False)  =  the last two outputs of rms_norm(x, scale=s)
-    fp8_values(rms_norm_backward(g, x)[0], s, True)  =  the last two of rms_norm_backward(g, x, scale=s)
-
-By bytes this saves 6 ms of 865 at 24 layers of 2,048. Not timed on a GPU yet, so it only runs with
-RESIDUA_NORM_CODES=1.
 """
 
 from __future__ import annotations
@@ -153,8 +144,6 @@ def _last(node: Node, others: Iterable[Any]) -> Node:
 aten, prims = torch.ops.aten, torch.ops.prims
 RESIDUAL = 4
 """Index of the backward argument for the residual path's gradient; with it, the result is not the norm's alone."""
-AFFINE = 5
-"""Index of the backward argument for the weight of PreAffine."""
 
 
 def take_dots(graph: Graph) -> None:
@@ -212,48 +201,3 @@ def _take(graph: Graph, norm: Node, total: Node) -> None:
         dots = like(graph, call(graph, getitem, dotted, 2), total)
     total.replace_all_uses_with(dots)
     erase(graph, *norm.users, norm)
-
-
-def write_codes(graph: Graph) -> None:
-    """Let each norm, or its backward pass, write the FP8 codes that one product reads; after the other rewrites.
-
-    The scale must be known before the norm runs. If products with several scales read one norm, only the first's codes
-    move.
-    """
-    if not INSTALLED:
-        return
-    import residua.ops.fp8_codes.launch
-    import residua.ops.rms_norm.launch  # noqa: F401  (both register operators)
-
-    ours = torch.ops.residua
-    for rounding in graph.find_nodes(op="call_function", target=ours.fp8_values.default):
-        rows, _, gradient = rounding.args
-        output, operator = source(rows), (ours.rms_norm_backward if gradient else ours.rms_norm).default
-        if output.target is not getitem or output.args[1] != 0:
-            continue
-        norm: Any = output.args[0]
-        if norm.target is operator and _can_write(norm, rounding):
-            _write(graph, norm, rounding)
-
-
-def _can_write(norm: Any, rounding: Any) -> bool:
-    """Whether a norm without codes yet knows the scale, and maxima, one per program, are read only as a whole.
-
-    The backward kernel of a scaled norm (PreAffine) has no registers to spare.
-    """
-    _, scale, gradient = rounding.args
-    readers = [reader for item in rounding.users if item.args[1] == 1 for reader in item.users]
-    if "scale" in norm.kwargs or (gradient and _given(norm, AFFINE)):
-        return False
-    return bool(scale < norm) and all(reader.target is aten.amax.default for reader in readers)
-
-
-def _write(graph: Graph, norm: Any, rounding: Any) -> None:
-    with graph.inserting_before(norm):
-        new = call(graph, norm.target, *norm.args, **norm.kwargs, scale=rounding.args[1])
-        replace_outputs(graph, norm, new)
-        count = len(new.meta["val"])
-        for item in list(rounding.users):
-            written = call(graph, getitem, new, count - 2 + item.args[1])
-            item.replace_all_uses_with(written if item.args[1] else like(graph, written, item))
-    erase(graph, *rounding.users, rounding, *norm.users, norm)
