@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from residua import ops
 from residua.bench.suite import peers
-from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
+from residua.ops.delta_rule import autograd, gated_delta_step, launch
 from residua.ops.delta_rule.reference import naive
 from tests.nightly import only_nightly
 from tests.ops.harness import assert_close, assert_one_graph, choose, results
@@ -189,32 +189,6 @@ def test_a_gpu_runs_kernels_in_bfloat16_with_heads_of_16_to_128(rule: Rule) -> N
 
     assert fused(torch.bfloat16) == [16, 32, 64, 128]
     assert fused(torch.float32) == []
-
-
-def weighted_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    total = sum((y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)).sum() for y in outputs)
-    return torch.autograd.grad(total, leaves)
-
-
-def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 2e-5) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert float((a.detach().double() - b.detach()).abs().max()) <= tolerance * float(b.detach().abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.5, 20.0])
-def test_products_and_their_gradients_equal_the_reference(decay: float) -> None:
-    """Decays from weak to so strong that exp(G) of a chunk is e⁻⁶⁰⁰; what is above the diagonal is not used."""
-    exact = [torch.randn(1, 64, 5, dtype=torch.float64) for _ in range(2)]
-    exact.append((-decay * torch.rand(1, 64, 5, dtype=torch.float64)).float().cumsum(1).double())
-    single = [x.float().requires_grad_() for x in exact]
-    exact = [x.requires_grad_() for x in exact]
-    found, expected = (
-        tuple(pairs.tril() for pairs in products(*tiles))
-        for products, tiles in ((autograd._decayed_products, single), (reference._decayed_products, exact))
-    )
-    assert_near(found, expected)
-    assert_near(weighted_gradients(found, single), weighted_gradients(expected, exact))
 
 
 @pytest.mark.gpu
