@@ -11,7 +11,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import inference, optimizer_update
 from residua.ops._runtime.cases import example_cases
-from residua.ops.delta_rule import autograd, gated_delta_step
+from residua.ops.delta_rule import gated_delta_step
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.fp8_codes import launch as fp8_codes
@@ -203,15 +203,15 @@ def multi_gate_inverted(dtype: torch.dtype, width: int, n: int, tokens: int = 5)
 
 def delta_rule(channels: bool, dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
     """With a decay per channel or per head; documents and a state to continue, or neither."""
-    rule = autograd.kimi_delta if channels else autograd.gated_delta
+    rule = ops.kimi_delta if channels else ops.gated_delta
     q, k = (draw(2, length, key_heads, width, dtype=dtype) for _ in range(2))
     v, gates = draw(2, length, 2, width, dtype=dtype), (draw(2, length, 2, *[width] * channels), draw(2, length, 2))
     segments, state = (torch.zeros(2, length), draw(2, 2, width, width)) if packed else (None, None)
     o, last = rule(q, k, v, *gates, segments=segments, state=state)
     both((o, last) if packed else o)
-    if not channels:
-        with torch.no_grad():
-            rule(q, k, v, *gates)
+    with torch.no_grad():
+        rule(q, k, v, *gates)
+        if not channels:
             gated_delta_step(*(x[:, 0] for x in (q, k, v, *gates)), torch.zeros(2, 2, width, width))
 
 
@@ -399,11 +399,6 @@ def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) 
             _, held = inference.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
-def kimi_products(dtype: torch.dtype, width: int, tokens: int = 70) -> None:
-    q, k, v = (draw(1, tokens, 2, width, dtype=dtype) for _ in range(3))
-    both(ops.kimi_delta(q, k, v, draw(1, tokens, 2, width), draw(1, tokens, 2)))
-
-
 def case(operator: Callable[..., None], *arguments: Any) -> Case:
     return f"{operator.__name__}({', '.join(map(str, arguments))})", lambda: operator(*arguments)
 
@@ -441,7 +436,6 @@ def small_cases() -> Iterator[Case]:
     yield case(multi_gate_inverted, FP32, 33, 2)
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
-    yield case(kimi_products, FP32, 40)
     yield case(delta_rule, True, BF16, 128, 2, False)
     yield case(delta_rule, True, BF16, 32, 1, True)
     yield case(expert_routing, BF16, 512, 16, 3, "softmax")
@@ -517,7 +511,8 @@ def wide_cases() -> Iterator[Case]:
         for sizes in ((40, 3, 4, 4), (128, 1, 2, 1), (512, 2, 4, 2), (4096, 1, 8, 8), (9000, 64, 8, 1)):
             yield case(decode_heads, dtype, width, *sizes)
     for width, key_heads, packed in product((16, 32, 64, 128), (1, 2), switch):
-        yield case(delta_rule, False, BF16, width, key_heads, packed)
+        for channels in switch:
+            yield case(delta_rule, channels, BF16, width, key_heads, packed)
         yield case(delta_mixer, BF16, width, key_heads)
     for dtype, width, taps, packed in product(dtypes, (16, 128, 256), (1, 2, 3, 4), switch):
         yield case(convolve_heads, dtype, width, taps, packed)

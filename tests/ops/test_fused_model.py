@@ -33,6 +33,7 @@ MODELS = {
     "hyper, static": ["topology=hyper", "topology.streams=2", "topology.weights=static"],
     "mhc": ["topology=mhc", "topology.streams=3", "topology.iterations=4"],
     "mhc_lite": ["topology=mhc_lite", "topology.streams=2"],
+    "kimi_delta": ["attention={kind='kimi_delta', heads=2, head_dim=16}"],
     "resformer": ["anchors=resformer", "attention.gate=headwise"],
 }  # fmt: skip
 

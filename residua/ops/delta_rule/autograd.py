@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.library import differentiate
 from residua.ops._runtime.numeric import begins
 from residua.ops._runtime.tracing import differentiable
 from residua.ops.delta_rule import launch
-from residua.ops.delta_rule.reference import PerChannel, check_shapes, in_chunks, initial_state
+from residua.ops.delta_rule.reference import check_shapes, initial_state
 
 
 def delta_rule(
@@ -69,28 +68,6 @@ def _delta(
     ctx.save_for_backward(q, k, v, *saved)
     ctx.set_materialize_grads(False)
     return o, last
-
-
-def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    return launch.products(k.contiguous(), q.contiguous(), total.contiguous())
-
-
-class _FusedPerChannel(PerChannel):
-    products = staticmethod(_decayed_products)
-
-
-def kimi_delta_by_products(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    segments: Tensor | None = None, state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`reference.kimi_delta` with fused products of decayed keys and queries, in float32."""
-    check_shapes(q, k, v, g, beta, per_channel=True)
-    return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
-
-
-@differentiate(launch.products)
-def _differentiate_products(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor, ...]:
-    return launch.products_backward(d_keys, d_queries, *ctx.saved_tensors)
 
 
 def delta_mixer(

@@ -8,16 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import Kernels, aligned, cdiv, dense_last, dense_like, next_power_of_2
+from residua.ops._runtime.launch import Kernels, cdiv, dense_last, dense_like
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, shared_memory
-from residua.ops.delta_rule.reference import BLOCKS, CHUNK
+from residua.ops.delta_rule.reference import CHUNK
 from residua.ops.gated_output import launch as output_launch
 from residua.ops.short_convolution import launch as convolution_launch
 
 kernels = Kernels("residua.ops.delta_rule.kernels")
 kernels_backward = Kernels("residua.ops.delta_rule.kernels_backward")
-kernels_channels = Kernels("residua.ops.delta_rule.kernels_channels")
 
 RATES = 6
 """Numbers per token that `chunk_kernel` computes for the other kernels."""
@@ -41,15 +40,13 @@ class BlockPlan(NamedTuple):
 CHUNKS, CHANNEL_CHUNKS = BlockPlan(32, warps=2), BlockPlan(32)
 GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32)
 STEP = BlockPlan(32)
-PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
-"""For the products with a decay per channel: the fastest of 2, 4 and 8 on an H200, with heads of 128."""
 NORM_EPS = 1e-6
 """eps of the norms of queries and keys in `delta_mixer`."""
 
 
 def scan_plan(x: Tensor) -> BlockPlan:
-    """The plan of both scans. Two stages of heads of 128 need 132 KB of shared memory."""
-    return BlockPlan(64, stages=2 if shared_memory(x) >= 140_000 else 1)
+    """The plan of both scans. Two stages of heads of 128 need up to 149 KB of shared memory."""
+    return BlockPlan(64, stages=2 if shared_memory(x) >= 150_000 else 1)
 
 
 class Sizes(NamedTuple):
@@ -235,40 +232,6 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
         q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
         K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
     )  # fmt: skip
-
-
-@launcher("decayed_products")
-def products(k: Tensor, q: Tensor, total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], in float32."""
-    outputs = k.new_empty((*k.shape[:-1], CHUNK)), k.new_empty((*k.shape[:-1], CHUNK))
-    yield outputs
-    if k.numel():
-        kernels_channels.forward_kernel[_products_grid(k)](
-            *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
-        )
-
-
-@launcher("decayed_products_backward")
-def products_backward(
-    d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The gradients of k, q and G."""
-    outputs = k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
-    yield outputs
-    if k.numel():
-        inputs = (aligned(x) for x in (d_keys, d_queries, k, q, total))
-        kernels_channels.backward_kernel[_products_grid(k)](
-            *inputs, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
-        )
-
-
-def _products_grid(k: Tensor) -> tuple[int]:
-    """One program per block of 16 tokens."""
-    return (k.numel() // (k.shape[-1] * CHUNK) * BLOCKS,)
-
-
-def _products_sizes(k: Tensor, warps: int) -> dict[str, int]:
-    return {"K": k.shape[-1], "BLOCK": max(16, next_power_of_2(k.shape[-1])), "C": CHUNK, "num_warps": warps}
 
 
 @launcher("delta_mixer")

@@ -91,7 +91,7 @@ def gated_delta(
     Ū, W, M and N of all chunks are computed in parallel, then the states sequentially, then all outputs.
     """
     check_shapes(q, k, v, g, beta, per_channel=False)
-    return in_chunks(_PerHead, q, k, v, g[..., None], beta, segments, state)
+    return _in_chunks(_PerHead, q, k, v, g[..., None], beta, segments, state)
 
 
 def kimi_delta(
@@ -119,7 +119,7 @@ def kimi_delta(
         S'  = Diag(enter_last) S + Σ_j (exp(G_last − G_j) ⊙ k_j) u_jᵀ = M S + N
     """
     check_shapes(q, k, v, g, beta, per_channel=True)
-    return in_chunks(PerChannel, q, k, v, g, beta, segments, state)
+    return _in_chunks(_PerChannel, q, k, v, g, beta, segments, state)
 
 
 class Decays(Protocol):
@@ -144,7 +144,7 @@ class Decays(Protocol):
         """(q, k)_ij for j ≤ i."""
 
 
-def in_chunks(
+def _in_chunks(
     decays: Callable[..., Decays],
     q: Tensor,
     k: Tensor,
@@ -226,16 +226,14 @@ def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tens
     return of_keys, of_queries
 
 
-class PerChannel:
-    """A decay for each channel; `products` computes (k, k) and (q, k) of k, q and G."""
-
-    products: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = staticmethod(_decayed_products)
+class _PerChannel:
+    """A decay for each channel."""
 
     def __init__(self, q: Tensor, k: Tensor, total: Tensor, beta: Tensor, visible: Tensor, met: Tensor) -> None:
         self.k, self.beta = k, beta
         self.enter = total.masked_fill(~met[..., None], float("-inf")).exp()
         self.leave = (total[..., -1:, :] - total).masked_fill(~visible[..., -1, :, None], float("-inf")).exp()
-        self.of_keys, self.of_queries = (x.masked_fill(~visible, 0) for x in self.products(k, q, total))
+        self.of_keys, self.of_queries = (x.masked_fill(~visible, 0) for x in _decayed_products(k, q, total))
 
     def system(self, values: Tensor) -> tuple[Tensor, Tensor]:
         right = torch.cat([self.beta * values, self.beta * (self.enter * self.k)], -1)

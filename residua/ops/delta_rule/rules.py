@@ -1,8 +1,5 @@
 """The delta rules as operators; `__init__.py` adds the mixer, which calls one of them."""
 
-import os
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,10 +9,6 @@ from residua.ops._runtime.triton_support import supports
 from residua.ops.delta_rule import autograd, reference
 
 HEAD_WIDTHS = (16, 32, 64, 128)
-WIDEST_CHANNEL_HEAD = 256
-KIMI_KERNELS = "RESIDUA_KIMI_KERNELS"
-"""The environment variable that, set to 1, runs all of `kimi_delta` on kernels, in bfloat16; by default only
-the products of decayed keys and queries have kernels."""
 
 
 def _heads(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,15 +57,6 @@ def _serves_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     return fits and supports(v) and not torch.is_grad_enabled()
 
 
-def _serves_products(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -> bool:
-    return k.shape[-1] <= WIDEST_CHANNEL_HEAD and supports(q, k, v, *rest)
-
-
 gated_delta = Operator(reference.gated_delta, _gated, autograd.gated_delta, _serves, compile_seconds=10)
 gated_delta_step = Operator(reference.step, _steps, autograd.step, _serves_step)
-_kimi = (
-    (autograd.kimi_delta, _serves)
-    if os.environ.get(KIMI_KERNELS) == "1"
-    else (autograd.kimi_delta_by_products, _serves_products)
-)
-kimi_delta = Operator(reference.kimi_delta, _by_channel, *_kimi, compile_seconds=20)
+kimi_delta = Operator(reference.kimi_delta, _by_channel, autograd.kimi_delta, _serves, compile_seconds=6)
