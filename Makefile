@@ -51,9 +51,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-map: setup  ## draw docs/img/architecture.svg from the imports in the code, and docs/img/topology-*.svg from the topologies
+map: setup  ## draw docs/img: architecture.svg from the imports in the code, topology-*.svg and anchors-*.svg from the model
 	$(BIN)/python tools/architecture.py
 	$(BIN)/python tools/topologies.py
+	$(BIN)/python tools/anchors.py
 
 results: setup  ## write the tables and pictures of the documentation from docs/results
 	$(BIN)/python tools/results.py

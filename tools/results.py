@@ -39,7 +39,7 @@ BLOCK = re.compile(r"(<!-- study (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)"
 
 
 def made(root: Path = ROOT) -> dict[Path, str]:
-    """Every page and picture that comes from the studies, with its content."""
+    """Every page that comes from the studies, and every picture that a page shows, with its content."""
     studies = {path.stem: SavedStudy.read(path) for path in _study_files(root)}
     results = {name: show_saved(saved) for name, saved in studies.items()}
     files = {}
@@ -58,7 +58,9 @@ def made(root: Path = ROOT) -> dict[Path, str]:
             files[page] = BLOCK.sub(partial(_filled, page.relative_to(root), studies, results), text)
             drawn = pictures_of(text, BLOCK, studies, results)
             files |= {root / "docs" / "img" / f"{name}.svg": svg for name, svg in drawn.items()}
-    return files
+    shown = "".join(files.get(page, text) for page, text in pages.items())
+    shown += "".join(text for page, text in files.items() if page.suffix == ".md")
+    return {path: text for path, text in files.items() if path.suffix != ".svg" or f"img/{path.name})" in shown}
 
 
 def _study_files(root: Path) -> list[Path]:

@@ -34,6 +34,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "mhc": {"streams": 3},
     "mhc_lite": {"streams": 3},
 }
+DRAWN_AS = dict.fromkeys(["hyper_single_pass", "mhc", "mhc_lite"], "hyper")
+"""Kinds whose picture would be that of another kind."""
 ALIKE = {"gain": 1.0, "weight": 1.0, "scales": 0.5, "up": 0.0, "rate": 0.0, "step_size": -0.4, "input": 0.7}
 """Parameters that scale lanes by channel, and a value with which all channels are scaled alike."""
 
@@ -153,12 +155,12 @@ def draw(kind: str) -> str:
     parts, used = _boxes(), set()
     for lane in range(lanes):
         born = next(k for k, junction in enumerate(junctions) if lane < len(junction.lanes))
-        parts.append(_line(_write_x(born), _y(lane), _read_x(len(junctions) - 1), _y(lane), "lane"))
+        parts.append(line(_write_x(born), _y(lane), _read_x(len(junctions) - 1), _y(lane), "lane"))
     for k, junction in enumerate(junctions):
         parts += _writes(k, junction, used) + _reads(k, junction, used)
     width = LEFT + COLUMN * SUBLAYERS + BOX + MARGIN
     legend = _legend([name for name in WORDS if name in used], bottom + 34)
-    head = _HEAD.format(width=width, height=bottom + 50, title=escape(_title(kind)), words=escape(_words(junctions)))
+    head = HEAD.format(width=width, height=bottom + 50, title=escape(_title(kind)), words=escape(_words(junctions)))
     return "\n".join([head, *parts, *legend, "</svg>", ""])
 
 
@@ -180,7 +182,8 @@ def _y(lane: int) -> int:
     return TOP + 34 + LANE * lane
 
 
-def _line(x1: int, y1: int, x2: int, y2: int, style: str) -> str:
+def line(x1: int, y1: int, x2: int, y2: int, style: str) -> str:
+    """A straight line in one of the picture's styles."""
     return f'<path class="{style}" d="M{x1} {y1}L{x2} {y2}"/>'
 
 
@@ -197,7 +200,7 @@ def _boxes() -> list[str]:
 def _writes(k: int, junction: Junction, used: set[str]) -> list[str]:
     x, parts = _write_x(k), []
     written = [i for i, lane in enumerate(junction.lanes) if lane.output]
-    parts.append(_line(x, MARGIN + 30, x, _y(max(written)), "write"))
+    parts.append(line(x, MARGIN + 30, x, _y(max(written)), "write"))
     for i in written:
         lane = junction.lanes[i]
         if lane.new and not lane.mixed:
@@ -222,7 +225,7 @@ def _writes(k: int, junction: Junction, used: set[str]) -> list[str]:
 
 def _reads(k: int, junction: Junction, used: set[str]) -> list[str]:
     x, seen = _read_x(k), sorted(junction.reads)
-    parts = [_line(x, _y(seen[-1]), x, MARGIN + 30, "read"), f'<path class="tip" d="M{x} {MARGIN + 31}l-4 8h8z"/>']
+    parts = [line(x, _y(seen[-1]), x, MARGIN + 30, "read"), f'<path class="tip" d="M{x} {MARGIN + 31}l-4 8h8z"/>']
     for i in seen:
         plain = _one(junction.reads[i])
         style = "dot" if plain else "dot learned"
@@ -270,7 +273,7 @@ def _words(junctions: list[Junction]) -> str:
     return f"{SUBLAYERS} sublayers, {len(junctions[-1].lanes)} lanes at the end: " + "; ".join(said) + "."
 
 
-_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
 font-family="system-ui, sans-serif" font-size="12">
 <title>{title}</title><desc>{words}</desc>
 <style>
@@ -290,16 +293,16 @@ def made() -> dict[Path, str]:
     """The content of every picture, by path."""
     ours = (t for t in choices.TopologyChoice.alternatives() if t.__module__.startswith("residua."))  # no plugin's
     kinds = [t.model_fields["kind"].default for t in ours]
-    return {PICTURES / f"topology-{kind}.svg": draw(kind) for kind in kinds}
+    return {PICTURES / f"topology-{kind}.svg": draw(kind) for kind in kinds if kind not in DRAWN_AS}
 
 
-def main() -> None:
+def write(pictures: dict[Path, str]) -> None:
     """Write every picture that has changed, and name it."""
-    for path, content in made().items():
+    for path, content in pictures.items():
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             path.write_text(content, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    main()
+    write(made())

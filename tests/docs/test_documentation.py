@@ -188,17 +188,52 @@ def drawing():
     return load_module("tools/topologies.py")
 
 
-def test_committed_pictures_match_the_code(drawing):
-    made = drawing.made()
+@pytest.fixture(scope="module")
+def anchors():
+    return load_module("tools/anchors.py")
+
+
+@pytest.mark.parametrize(("tool", "page", "name"), [("drawing", "topologies", "topology"), ("anchors",) * 3])
+def test_pictures_match_the_code_and_stand_on_their_page(request, tool, page, name):
+    made = request.getfixturevalue(tool).made()
     assert [p.name for p, content in made.items() if p.read_text(encoding="utf-8") != content] == [], "run `make map`"
-    assert {p.name for p in (ROOT / "docs" / "img").glob("topology-*.svg")} == {p.name for p in made}
+    assert {p.name for p in (DOCS / "img").glob(f"{name}-*.svg")} == {p.name for p in made}
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert set(re.findall(rf"\(img/({name}-\w+\.svg)\)", text)) == {p.name for p in made}
 
 
-def test_every_section_of_the_page_shows_its_picture(drawing):
-    page = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"\(img/(topology-\w+\.svg)\)", page))
-    alike = {f"topology-{kind}.svg" for kind in ("hyper_single_pass", "mhc", "mhc_lite")}  # in one section with hyper
-    assert shown | alike == {p.name for p in drawing.made()}
+def test_every_picture_is_shown_on_a_page():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"\bimg/([\w-]+\.\w+)\)", page.read_text("utf-8"))}
+    assert {path.name for path in (DOCS / "img").iterdir()} == shown
+
+
+def test_kinds_without_a_picture_look_like_the_one_shown(drawing):
+    for kind, shown in drawing.DRAWN_AS.items():
+        assert drawing.draw(kind) == drawing.draw(shown).replace(f" in {shown}<", f" in {kind}<")
+
+
+@pytest.mark.parametrize(
+    ("settings", "last"),
+    [
+        ({"kind": "resformer"}, {"v": {(1, "v"): "learned"}}),
+        ({"kind": "gated_value"}, {"v": {(1, "v"): "gate"}}),
+        ({"kind": "value_embeddings"}, {"v": {(0, "t"): "gate"}}),
+        ({"kind": "exoformer", "pathways": ["q", "g"]}, {s: {(0, s): "learned"} for s in "qg"}),
+        ({"kind": "lime"}, {s: {(n, s): "learned" for n in (1, 2, 3)} for s in "kv"}),
+        ({"kind": "cla", "group": 3}, {}),
+        ({"kind": "kv_source", "shared": "v"}, {"v": {(1, "v"): "taken"}}),
+        (
+            {"kind": "depth_attention"},
+            {"v": {(n, s): how for n in (1, 2, 3) for s, how in (("k", "compared"), ("v", "attended"))}},
+        ),
+    ],
+    ids=str,
+)
+def test_the_tracer_finds_what_the_last_of_four_layers_reads(anchors, settings, last):
+    layer = anchors.trace(settings)[-1]
+    assert {pathway: sources for pathway, sources in layer.reads.items() if sources} == last
+    assert set("qkvg") - set(layer.own) == {s for s, sources in last.items() if "taken" in sources.values()}
 
 
 def _reads(drawing, kind: str, **options) -> list[list[int]]:
