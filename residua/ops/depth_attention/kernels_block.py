@@ -1,4 +1,4 @@
-"""Triton kernels of the gradients of several sources at once, from the readers they share; see `kernels.py`."""
+"""Triton kernels of the gradients of several sources at once, from shared readers; `kernels.py` has their gain."""
 
 # mypy: ignore-errors
 import triton

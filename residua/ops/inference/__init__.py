@@ -2,6 +2,10 @@
 
 The same operators serve prompts, and decoding of one token per row with a launch per operation. (`whole_layers` decodes
 one or two rows in a single launch.)
+
+Prompts of 8×1,024 tokens took 36.6 ms at S before these operators and their CUDA graphs, and take 3.8 with both
+(docs/lab/goals.md, `residua bench prefill mgr-s-prenorm --batch 8 --length 1024 --no-peers --rounds 15`). The operators
+are not measured alone.
 """
 
 from typing import Any

@@ -1,4 +1,8 @@
-"""Projection onto the vocabulary and cross-entropy in one operator."""
+"""Projection onto the vocabulary and cross-entropy in one operator.
+
+For 50,304 words at S it takes 14.1 ms and 0.92 GiB, Liger 19.1 ms and 0.26 GiB (docs/results/step.md, `residua bench
+ops linear_cross_entropy --implementations fused`).
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Optimizer updates of many weights at once, in place."""
+"""Optimizer updates of many weights at once, in place.
+
+A step of S took 223.6 ms with these updates, 232.9 without (docs/lab/kernels.md, "Gains of single parts", `residua
+bench step mgr-s-prenorm --micro-batch 32 --accumulate 4`). AdamW's kernel is not measured alone.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,9 @@
-"""RMSNorm with a gain: alone, with PreAffine's scaling of its input, or with the residual addition before it."""
+"""RMSNorm with a gain: alone, with PreAffine's scaling of its input, or with the residual addition before it.
+
+The backward pass takes 48 µs at 1,280 channels, `torch.compile`'s own 76, and gained 6 ms of a step of L
+(docs/lab/kernels.md, "Steps", `residua bench step mgr-l-prenorm --micro-batch 16 --accumulate 4`; `residua bench ops
+add_norm --implementations fused,compiled`).
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""The short causal convolution before the delta rule, with silu and the norms of queries and keys."""
+"""The short causal convolution before the delta rule, with silu and the norms of queries and keys.
+
+Not measured alone: `residua bench step mini --micro-batch 16 --sequence 1024 --accumulate 4 --compare "hybrid,hybrid
+backend=reference"` times all kernels of a hybrid together.
+"""
 
 from typing import Any
 

@@ -5,7 +5,9 @@ needs o and g, so without this rewrite each layer keeps 3C numbers per token, o,
 again reads o and g and writes p, 3C, or 4C where an anchor is mixed into g.
 
 A step of 12 layers of 768 on 32,768 tokens with two streams and ExoFormer takes 12.84 instead of 13.40 GiB and 0.9 %
-longer (one H200), so it only runs with RESIDUA_RECOMPUTE_GATES=1. Products in FP8 keep p themselves and are left alone.
+longer (one H200), so it only runs with RESIDUA_RECOMPUTE_GATES=1 (docs/results/step.md). To time it, with and without:
+`residua bench step mgr-s-prenorm --micro-batch 32 --accumulate 1 --compare "prenorm,mgr2+exoformer
+model.ffn.hidden=2560"`. Products in FP8 keep p themselves and are left alone.
 """
 
 from __future__ import annotations
