@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -495,34 +494,6 @@ def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | No
         return None, (own,)
     scales = mix.scales_of("v")
     return None if scales is None else Mixing(anchors[0], *scales), anchors
-
-
-class Sharing(NamedTuple):
-    """The layers that mix the anchors, each with the projection that absorbs λ2 (`ops/mix_projection/shared`)."""
-
-    readers: tuple[tuple[Mix, Projection], ...]
-
-    def share(self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None) -> Anchors:
-        """Append each reader's handles to the anchors, so that one pass computes all gradients.
-
-        `source` and `norm` are the fused projection that the anchors come from, and its norm. No handles are added
-        where the anchors' gradient passes from layer to layer instead: outside training, with weights that are sharded
-        or on several devices, or with a hook on a mixture or a projection.
-        """
-        watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
-        maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
-        folded = any(isinstance(mix, FoldedMix) for mix, _ in self.readers)
-        if not INSTALLED or watched or folded or not all(map(is_plain, maps)) or len(self.readers) < 2:
-            return anchors
-        scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
-        if not shared.serves(anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]):
-            return anchors
-        mix, _ = self.readers[0]
-        gains = None if norm is None else dict(norm.gains.items())
-        named = dict(zip(mix.pathways, anchors, strict=True))
-        hidden = 0 if mix.network is None else mix.network[0].shape[1]
-        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, hidden=hidden)
-        return (*anchors, *chain.from_iterable(handles))
 
 
 def _repeated(old: Tensor, new: Tensor) -> Tensor:

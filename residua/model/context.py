@@ -14,7 +14,7 @@ from residua.errors import UserError
 from residua.ops._runtime.numeric import begins
 
 if TYPE_CHECKING:
-    from residua.model.anchors import Sharing
+    from residua.model.anchor_sharing import Sharing
     from residua.model.cache import Cache, Now
     from residua.model.topology import Topology
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
 
-In training, a handle follows for each layer that has not mixed them yet (`anchors.Sharing`)."""
+In training, a handle follows for each layer that has not mixed them yet (`anchor_sharing.Sharing`)."""
 
 
 class Context(NamedTuple):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from residua.model.anchors import mix_values
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
-from residua.model.body import Body
+from residua.model.body import Body, Sublayer
 from residua.model.cache import Cache, KeyValueCache, Now
 from residua.model.context import Anchors, Context, Input
-from residua.model.decoder import Decoder, Sublayer
+from residua.model.decoder import Decoder
 from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
