@@ -1,4 +1,4 @@
-"""Which layers of a model compute the anchors' gradient in one backward pass (`ops/mix_projection/shared.py`)."""
+"""Which layers compute the anchors' gradient in one backward pass (`ops/mix_projection/anchor_gradients.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from residua.model.projection import Projection, is_plain, is_watched
 from residua.ops._runtime.triton_support import INSTALLED
 
 if INSTALLED:
-    from residua.ops.mix_projection import shared
+    from residua.ops.mix_projection import anchor_gradients
 
 
 def find_sharing(config: ModelConfig, source: AnchorSource, sublayers: nn.ModuleList) -> Sharing | None:
@@ -51,7 +51,7 @@ def _run_themselves(sublayers: nn.ModuleList) -> bool:
 
 
 class Sharing(NamedTuple):
-    """The layers that mix the anchors, each with the projection that absorbs λ2 (`ops/mix_projection/shared`)."""
+    """The layers that mix the anchors, each with the projection that absorbs λ2 (`mix_projection/anchor_gradients`)."""
 
     readers: tuple[tuple[Mix, Projection], ...]
 
@@ -68,11 +68,13 @@ class Sharing(NamedTuple):
         if not INSTALLED or watched or folded or not all(map(is_plain, maps)) or len(self.readers) < 2:
             return anchors
         scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
-        if not shared.serves(anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]):
+        if not anchor_gradients.serves(
+            anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]
+        ):
             return anchors
         mix, _ = self.readers[0]
         gains = None if norm is None else dict(norm.gains.items())
         named = dict(zip(mix.pathways, anchors, strict=True))
         hidden = 0 if mix.network is None else mix.network[0].shape[1]
-        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, hidden=hidden)
+        handles = anchor_gradients.share(named, scales, mix.sections, source=source, gains=gains, hidden=hidden)
         return (*anchors, *chain.from_iterable(handles))

@@ -29,7 +29,7 @@ from residua.ops.mix_projection import per_head
 from residua.ops.mix_projection.reference import Mixing
 
 if INSTALLED:
-    from residua.ops.mix_projection import shared
+    from residua.ops.mix_projection import anchor_gradients
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
@@ -358,7 +358,7 @@ class Mix(Unmixed):
         if self._shares(anchors):
             first = len(self.pathways)
             rest = first + self.HANDLES
-            heads, gate = shared.mix_heads(
+            heads, gate = anchor_gradients.mix_heads(
                 x, self.stacked(project.weight), anchors[first:rest], self.sections, named, scales, table,
                 gains=qk_norm.gains, network=self.network, eps=qk_norm.eps,
             )  # fmt: skip

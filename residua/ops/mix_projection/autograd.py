@@ -6,7 +6,7 @@ projection and of the anchors, 6PC. Two things save whole passes. The operator t
 gradient in one piece, where splitting would require a concatenation (2PC). It also returns the anchors for the next
 layer. Their gradient then arrives as the sum over all later layers, and the kernel adds to it (1PC more to read).
 Autograd would add in a separate pass at every layer (3PC). When a whole model shares its anchors, one last pass
-computes their gradient instead (`shared.py`).
+computes their gradient instead (`anchor_gradients.py`).
 """
 
 from __future__ import annotations

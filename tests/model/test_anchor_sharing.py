@@ -14,7 +14,7 @@ from residua.model.anchor_sharing import Sharing, find_sharing
 from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.ops._runtime import triton_support
-from residua.ops.mix_projection import shared
+from residua.ops.mix_projection import anchor_gradients
 from residua.train.compile.layers import compile_sublayers
 from residua.train.low_precision import LowPrecision
 from residua.train.step import recompute_sublayers
@@ -70,8 +70,10 @@ def assert_gradients_equal_the_reference(model: Decoder) -> None:
 @pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer, dynamic", "resformer"]))
 def test_every_gradient_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, handed = built(MODELS[name]), []
-    share = shared.share
-    monkeypatch.setattr(shared, "share", lambda *args, **how: handed.append(share(*args, **how)) or handed[-1])
+    share = anchor_gradients.share
+    monkeypatch.setattr(
+        anchor_gradients, "share", lambda *args, **how: handed.append(share(*args, **how)) or handed[-1]
+    )
     assert_gradients_equal_the_reference(model)
     assert [len(handles) for handles in handed] == [3 if name.startswith("exo") else 2]
 

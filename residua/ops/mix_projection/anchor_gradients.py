@@ -9,9 +9,9 @@ So the projection's gradient is dm_l itself, and one pass does the rest when all
 Autograd computes dλ2 from the gradient of W', with C products per row of W' instead of C per token. For anchors made
 from the embedding, this pass also goes through their norms and writes the gradient of their projection in one piece.
 
-A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
-gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l. The
-graph is ordinary, and compile, checkpointing and retain_graph need no special handling.
+A *handle* connects each layer with that pass, as in `depth_attention/source_gradients.py`: a tensor without memory,
+whose gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l.
+The graph is ordinary, and compile, checkpointing and retain_graph need no special handling.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V: a copy into the gradient of the
 projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed where it is applied (`Gate`), 4C forward and
