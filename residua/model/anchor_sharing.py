@@ -63,13 +63,13 @@ class Sharing(NamedTuple):
         or on several devices, or with a hook on a mixture or a projection.
         """
         watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
-        maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
+        maps = [part for mix, project in self.readers for part in (project, *mix.projections)]
         folded = any(isinstance(mix, FoldedMix) for mix, _ in self.readers)
         if not INSTALLED or watched or folded or not all(map(is_plain, maps)) or len(self.readers) < 2:
             return anchors
         scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
         if not anchor_gradients.serves(
-            anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]
+            anchors, [*(m.weight for m in maps), *(scale for by_pathway in scales for scale in by_pathway.values())]
         ):
             return anchors
         mix, _ = self.readers[0]

@@ -71,10 +71,10 @@ class Heads(NamedTuple):
     gate: Gate | None
 
 
-def _heads(own: Projections, gate: Gate | None = None) -> Heads:
-    if "g" in own:
-        gate = SigmoidGate(own["g"])
-    return Heads(own["q"], own["k"], own["v"], gate)
+def _heads(heads: Projections, gate: Gate | None = None) -> Heads:
+    if "g" in heads:
+        gate = SigmoidGate(heads["g"])
+    return Heads(heads["q"], heads["k"], heads["v"], gate)
 
 
 class QueryKeyNorm(nn.Module):
@@ -147,14 +147,14 @@ class Unmixed(nn.Module):
         context: Context,
     ) -> tuple[Heads, Anchors]:
         """The heads for attention, from the layer's fused projection [B, T, R] of x, and anchors for later layers."""
-        own, anchors = self.mix(self.split(project(x)), x, anchors, context)
+        projections, anchors = self.mix(self.split(project(x)), x, anchors, context)
         if "v" not in self.taken:
-            own["v"] = qk_norm.norm_values(own["v"] if "v" in own else own["k"])
-        own["q"] = qk_norm.turn_queries(own["q"], table)
+            projections["v"] = qk_norm.norm_values(projections["v"] if "v" in projections else projections["k"])
+        projections["q"] = qk_norm.turn_queries(projections["q"], table)
         if "k" not in self.taken:
-            own["k"] = qk_norm.turn_keys(own["k"], table)
-        own, anchors = self.mix_turned(own, anchors)
-        return _heads(own), anchors
+            projections["k"] = qk_norm.turn_keys(projections["k"], table)
+        projections, anchors = self.mix_turned(projections, anchors)
+        return _heads(projections), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         """Mix anchors into the layer's own projections, before QK-norm and rotation; return both results, the mixed
@@ -420,9 +420,9 @@ class Modulation(nn.Module):
                 f"model, whose weights do not fit: use at least {hidden}."
             )
         self.down.weight[:hidden] = old.down.weight
-        for own, theirs in rows:
-            self.up.weight[own, :hidden] = old.up.weight[theirs]
-            self.bias[own] = old.bias[theirs]
+        for row, old_row in rows:
+            self.up.weight[row, :hidden] = old.up.weight[old_row]
+            self.bias[row] = old.bias[old_row]
 
 
 class DynamicMix(Mix):
@@ -460,7 +460,7 @@ class DynamicMix(Mix):
         kept = super().begin_as(old)
         if isinstance(old, DynamicMix):
             first = [(2 * self.pathways.index(s), 2 * old.pathways.index(s)) for s in self.both(old)]
-            self.gamma.begin_as(old.gamma, [(own + i, theirs + i) for own, theirs in first for i in (0, 1)])
+            self.gamma.begin_as(old.gamma, [(row + i, old_row + i) for row, old_row in first for i in (0, 1)])
         return kept
 
     def readers(self) -> tuple[Tensor, ...]:
@@ -485,13 +485,13 @@ class FoldedMix(Mix):
         return self.ones
 
 
-def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
+def mix_values(mix: Unmixed, values: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
     """How kernels mix a layer's own values [..., H_kv, D] (None: not at all), and the anchors for later layers.
 
     Only for layers with `only_values`.
     """
     if isinstance(mix, Write):
-        return None, (own,)
+        return None, (values,)
     scales = mix.scales_of("v")
     return None if scales is None else Mixing(anchors[0], *scales), anchors
 

@@ -120,11 +120,11 @@ def map_reads(function: Callable[[Tensor], Tensor], h: Input) -> Input:
     """Apply the function to each read, once per distinct tensor."""
     if isinstance(h, Tensor):
         return function(h)
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     for i, read in enumerate(h):
-        same = [made[j] for j in range(i) if h[j] is read]
-        made.append(same[0] if same else function(read))
-    return Reads(*made)
+        same = [results[j] for j in range(i) if h[j] is read]
+        results.append(same[0] if same else function(read))
+    return Reads(*results)
 
 
 def flat_reads(h: Input) -> tuple[Tensor, ...]:

@@ -37,13 +37,13 @@ def mix_heads(
 ) -> tuple[Heads, tuple[Tensor, ...]]:
     """The fused twin of the reference."""
     plan = plan_sections(sections, list(anchors), gains is not None)
-    made = _mix_heads(
+    outputs = _mix_heads(
         projected, gamma, table, list(anchors.values()),
         [per_head(anchor_scales[s]).expand(sections[s]) for s in anchors],
         [per_head(current_scales[s]).expand(sections[s]) for s in anchors],
         gains or (), (), plan, eps,
     )  # fmt: skip
-    return dict(zip(sections, made, strict=False)), made[len(sections) :]
+    return dict(zip(sections, outputs, strict=False)), outputs[len(sections) :]
 
 
 def mix_projection(
@@ -107,9 +107,9 @@ def _mix_heads(
     ctx.plan, ctx.eps = plan, eps
     ctx.save_for_backward(projected, gamma, *chain.from_iterable(groups))
     ctx.set_materialize_grads(False)
-    made = iter(launch.forward(projected, gamma, *groups, plan, eps))
+    outputs = iter(launch.forward(projected, gamma, *groups, plan, eps))
     heads = [
-        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(outputs)
         for s in launch.sections(plan)
     ]
     return *heads, *(anchor.view_as(anchor) for anchor in anchors)
