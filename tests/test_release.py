@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from residua.doctor.installed import PURPOSES
+from residua.doctor.environment import PURPOSES
 from residua.version import __version__
 
 pytestmark = pytest.mark.slow  # builds the package, and starts Python

@@ -56,13 +56,13 @@ def doctor(
 
 def checks(quick: bool, bars: ProgressBars | None = None) -> list[tuple[str, Check]]:
     """The checks in order; each imports what it needs when it runs."""
-    from residua.doctor import installed
+    from residua.doctor import environment
 
     named: list[tuple[str, Check]] = [
-        ("machine", installed.machine),
-        ("packages", lambda: installed.packages(installed.requirements(), imported=not quick)),
+        ("machine", environment.machine),
+        ("packages", lambda: environment.packages(environment.requirements(), imported=not quick)),
     ]
-    return named if quick else [*named, ("device", installed.accelerator), ("self-test", partial(_self_test, bars))]
+    return named if quick else [*named, ("device", environment.accelerator), ("self-test", partial(_self_test, bars))]
 
 
 def _self_test(bars: ProgressBars | None) -> Iterator[Finding]:

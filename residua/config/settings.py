@@ -111,8 +111,8 @@ def _as_number(value: Any, types: set[type]) -> Any:
 @cache
 def _number_types(table: type[Frozen], key: str) -> set[type]:
     """The numbers that a key, or its list, takes: int, float, both or neither. Empty if it takes true or false."""
-    found = set(_plain_types(table.model_fields[key].annotation))
-    return set() if bool in found else found & {int, float}
+    types = set(_plain_types(table.model_fields[key].annotation))
+    return set() if bool in types else types & {int, float}
 
 
 def _plain_types(annotation: Any) -> Iterator[type]:

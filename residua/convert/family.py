@@ -385,7 +385,7 @@ class Family:
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """`keys` under the family's own names."""
-        spelled = {usual: own for own, usual in self.SPELLINGS.items()}
+        spelled = {usual: spelling for spelling, usual in self.SPELLINGS.items()}
         return {spelled.get(key, key): value for key, value in self.keys(config).items() if key not in self.ABSENT}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from residua.distributed.mesh import Mesh
 from residua.model.moe import Experts, mixtures
 from residua.ops.expert_slots import Slots, dispatch, sort_slots
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 
 # the name since PyTorch 2.13, where the older name gives a warning
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

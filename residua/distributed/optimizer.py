@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from residua.distributed.mesh import Mesh
 from residua.distributed.shard import rows_of
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates, working_dtype
 
 # Elements that an owner orthogonalises per turn: enough to fill a GPU, few enough that turns overlap.

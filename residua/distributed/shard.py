@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from residua.distributed.mesh import Mesh
 from residua.distributed.units import LayeredLosses
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.compile.rewrites import compile_rewritten
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import Losses, LossFunction, eager_losses

@@ -36,7 +36,7 @@ from residua.distributed.shard import (
     sharded_losses,
 )
 from residua.distributed.units import Unit
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.balance import Balancer, build_balancer
 from residua.train.losses import LossFunction
 from residua.train.optimizer import HybridOptimizer, build_optimizer

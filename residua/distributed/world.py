@@ -29,7 +29,7 @@ from residua.reading import reason
 from residua.report import failure
 from residua.storage.checkpoint import checkpoints, model_tensors, what_is_left
 from residua.storage.run import FollowedRun, Run, record_end
-from residua.storage.sharded import Saver, load_shards
+from residua.storage.shard_files import Saver, load_shards
 from residua.train.health import TrainingStopped
 from residua.train.start import starting_parts
 from residua.train.step import Step

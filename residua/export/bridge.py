@@ -52,8 +52,8 @@ class KeyValues:
         assert now.visible is not None
         slots = now.visible.shape[-1]
         if "k" not in self.taken:
-            own = v[..., :0] if "v" in self.taken else v
-            k, v = self.cache.update(k.transpose(1, 2), own.transpose(1, 2), self.layer_idx)
+            values = v[..., :0] if "v" in self.taken else v
+            k, v = self.cache.update(k.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
         if self.lender is not None:
             lent = self.cache.layers[self.lender]
             k, v = lent.keys if "k" in self.taken else k, lent.values

@@ -45,7 +45,12 @@ FILES = {
     "residua.export.configuration": "configuration_residua",
     "residua.export.plain": PLAIN,
 }
-CHOOSING = ("residua.model.decoder", "residua.model.topology", "residua.model.anchor_kinds")
+CHOOSING = (
+    "residua.model.anchor_kinds",
+    "residua.model.anchor_sharing",
+    "residua.model.decoder",
+    "residua.model.topology",
+)
 """The modules that import parts of every kind, of which a model uses only some."""
 STAYING = (
     "residua.model.equivalence",

@@ -121,15 +121,15 @@ def _mixing(attention: SoftmaxAttention, mixed: str, gains: Mapping[str, Tensor]
     names, first, second = list(mix.sections), [], []
     for s in names if mixed == "heads" else ("v",):
         zero = like.new_zeros(mix.sections[s], dtype=torch.float32)
-        anchored, own = mix.scales_of(s) or (zero, zero + mix.WHOLE)
+        anchored, current = mix.scales_of(s) or (zero, zero + mix.WHOLE)
         first.append((anchored.float() * gains.get(s, 1.0)).flatten())
-        second.append((zero + own).flatten())
+        second.append((zero + current).flatten())
     if mix.network is None:
         return torch.cat([*first, *second])
     weight, bias = mix.network
     rows = like.new_zeros(8, weight.shape[1] + 1, dtype=torch.float32)
-    for s, own in zip(mix.pathways, torch.cat([weight, bias[:, None]], 1).split(2), strict=True):
-        rows[2 * names.index(s) :][:2] = own
+    for s, pair in zip(mix.pathways, torch.cat([weight, bias[:, None]], 1).split(2), strict=True):
+        rows[2 * names.index(s) :][:2] = pair
     return torch.cat([*first, *second, rows.flatten()])
 
 

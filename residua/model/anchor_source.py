@@ -56,10 +56,12 @@ class AnchorNorm(nn.Module):
 class AnchorSource(nn.Module):
     """Makes the first anchors from the embedding. This base class makes none; the first attention layer may."""
 
-    shares_gradient = True
-    """Whether one backward pass serves all layers that mix the anchors (`anchors.Sharing`).
+    shares_gradient: bool = True
+    """Whether one backward pass may serve all layers that mix the anchors (`anchor_sharing.find_sharing`).
 
-    Off where sublayers are recomputed: they then store nothing whose memory the gradients could reuse.
+    Code that replaces the `forward` of sublayers or bodies sets it to False. Recomputed sublayers store nothing whose
+    memory the gradients could reuse. Sublayers that share compiled code need inputs of equal structure, but each takes
+    a handle from them.
     """
 
     def open(self, x: Tensor, context: Context | None = None) -> Anchors:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from residua.ops.mix_projection import per_head
 from residua.ops.mix_projection.reference import Mixing
 
 if INSTALLED:
-    from residua.ops.mix_projection import shared
+    from residua.ops.mix_projection import anchor_gradients
 
 Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
@@ -72,10 +71,10 @@ class Heads(NamedTuple):
     gate: Gate | None
 
 
-def _heads(own: Projections, gate: Gate | None = None) -> Heads:
-    if "g" in own:
-        gate = SigmoidGate(own["g"])
-    return Heads(own["q"], own["k"], own["v"], gate)
+def _heads(heads: Projections, gate: Gate | None = None) -> Heads:
+    if "g" in heads:
+        gate = SigmoidGate(heads["g"])
+    return Heads(heads["q"], heads["k"], heads["v"], gate)
 
 
 class QueryKeyNorm(nn.Module):
@@ -148,14 +147,14 @@ class Unmixed(nn.Module):
         context: Context,
     ) -> tuple[Heads, Anchors]:
         """The heads for attention, from the layer's fused projection [B, T, R] of x, and anchors for later layers."""
-        own, anchors = self.mix(self.split(project(x)), x, anchors, context)
+        projections, anchors = self.mix(self.split(project(x)), x, anchors, context)
         if "v" not in self.taken:
-            own["v"] = qk_norm.norm_values(own["v"] if "v" in own else own["k"])
-        own["q"] = qk_norm.turn_queries(own["q"], table)
+            projections["v"] = qk_norm.norm_values(projections["v"] if "v" in projections else projections["k"])
+        projections["q"] = qk_norm.turn_queries(projections["q"], table)
         if "k" not in self.taken:
-            own["k"] = qk_norm.turn_keys(own["k"], table)
-        own, anchors = self.mix_turned(own, anchors)
-        return _heads(own), anchors
+            projections["k"] = qk_norm.turn_keys(projections["k"], table)
+        projections, anchors = self.mix_turned(projections, anchors)
+        return _heads(projections), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         """Mix anchors into the layer's own projections, before QK-norm and rotation; return both results, the mixed
@@ -359,7 +358,7 @@ class Mix(Unmixed):
         if self._shares(anchors):
             first = len(self.pathways)
             rest = first + self.HANDLES
-            heads, gate = shared.mix_heads(
+            heads, gate = anchor_gradients.mix_heads(
                 x, self.stacked(project.weight), anchors[first:rest], self.sections, named, scales, table,
                 gains=qk_norm.gains, network=self.network, eps=qk_norm.eps,
             )  # fmt: skip
@@ -421,9 +420,9 @@ class Modulation(nn.Module):
                 f"model, whose weights do not fit: use at least {hidden}."
             )
         self.down.weight[:hidden] = old.down.weight
-        for own, theirs in rows:
-            self.up.weight[own, :hidden] = old.up.weight[theirs]
-            self.bias[own] = old.bias[theirs]
+        for row, old_row in rows:
+            self.up.weight[row, :hidden] = old.up.weight[old_row]
+            self.bias[row] = old.bias[old_row]
 
 
 class DynamicMix(Mix):
@@ -461,7 +460,7 @@ class DynamicMix(Mix):
         kept = super().begin_as(old)
         if isinstance(old, DynamicMix):
             first = [(2 * self.pathways.index(s), 2 * old.pathways.index(s)) for s in self.both(old)]
-            self.gamma.begin_as(old.gamma, [(own + i, theirs + i) for own, theirs in first for i in (0, 1)])
+            self.gamma.begin_as(old.gamma, [(row + i, old_row + i) for row, old_row in first for i in (0, 1)])
         return kept
 
     def readers(self) -> tuple[Tensor, ...]:
@@ -486,43 +485,15 @@ class FoldedMix(Mix):
         return self.ones
 
 
-def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
+def mix_values(mix: Unmixed, values: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
     """How kernels mix a layer's own values [..., H_kv, D] (None: not at all), and the anchors for later layers.
 
     Only for layers with `only_values`.
     """
     if isinstance(mix, Write):
-        return None, (own,)
+        return None, (values,)
     scales = mix.scales_of("v")
     return None if scales is None else Mixing(anchors[0], *scales), anchors
-
-
-class Sharing(NamedTuple):
-    """The layers that mix the anchors, each with the projection that absorbs λ2 (`ops/mix_projection/shared`)."""
-
-    readers: tuple[tuple[Mix, Projection], ...]
-
-    def share(self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None) -> Anchors:
-        """Append each reader's handles to the anchors, so that one pass computes all gradients.
-
-        `source` and `norm` are the fused projection that the anchors come from, and its norm. No handles are added
-        where the anchors' gradient passes from layer to layer instead: outside training, with weights that are sharded
-        or on several devices, or with a hook on a mixture or a projection.
-        """
-        watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
-        maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
-        folded = any(isinstance(mix, FoldedMix) for mix, _ in self.readers)
-        if not INSTALLED or watched or folded or not all(map(is_plain, maps)) or len(self.readers) < 2:
-            return anchors
-        scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
-        if not shared.serves(anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]):
-            return anchors
-        mix, _ = self.readers[0]
-        gains = None if norm is None else dict(norm.gains.items())
-        named = dict(zip(mix.pathways, anchors, strict=True))
-        hidden = 0 if mix.network is None else mix.network[0].shape[1]
-        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, hidden=hidden)
-        return (*anchors, *chain.from_iterable(handles))
 
 
 def _repeated(old: Tensor, new: Tensor) -> Tensor:

@@ -180,8 +180,8 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     y [B, T, H, D] are the heads' outputs, v [B, T, H_kv, D] the values; H/H_kv consecutive heads share each value.
     """
     heads = wide(y).unflatten(2, (v.shape[2], -1))
-    own = normalize(wide(v), dim=-1).unsqueeze(3)
-    without: Tensor = heads - (heads * own).sum(-1, keepdim=True) * own
+    direction = normalize(wide(v), dim=-1).unsqueeze(3)
+    without: Tensor = heads - (heads * direction).sum(-1, keepdim=True) * direction
     return without.flatten(2, 3).to(y.dtype)
 
 
@@ -369,8 +369,8 @@ class SoftmaxAttention(Body):
     def own_values(self, projected: Tensor) -> Tensor:
         """The values [..., H_kv, D] of a fused projection [..., R], as a view."""
         first = sum(self.rows[:2])
-        own: Tensor = projected[..., first : first + self.rows[2]].unflatten(-1, (-1, self.head_width["v"]))
-        return own
+        values: Tensor = projected[..., first : first + self.rows[2]].unflatten(-1, (-1, self.head_width["v"]))
+        return values
 
     def anchor_mix(self) -> Unmixed:
         return self.mix

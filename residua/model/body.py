@@ -1,10 +1,13 @@
-"""The base class of attention, feed-forwards and mixtures of experts."""
+"""Sublayers, and the base class of their bodies: attention, feed-forwards and mixtures of experts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
+
+from residua.model.context import Anchors, Context, Input, Reads, map_reads
+from residua.model.norm import Norm
 
 if TYPE_CHECKING:
     from residua.model.anchors import Unmixed
@@ -53,6 +56,29 @@ class Body(nn.Module):
     def inner_edges(self, name: str) -> list[Edge]:
         """The edges inside the body along which a factor per channel can move (SmoothQuant)."""
         return []
+
+
+class Sublayer(nn.Module):
+    """y = f(norm(h)): an attention or a feed-forward with its own pre-norm.
+
+    `after` is the norm of the output, if it has one: y = after(f(h)) (OLMo 2), y = after(f(norm(h))) (Gemma 3).
+    """
+
+    norm: Norm
+    body: Body
+
+    def __init__(self, norm: nn.Module, body: nn.Module, after: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
+
+    def forward(self, h: Input, anchors: Anchors, context: Context) -> tuple[Any, ...]:
+        """Return y and the anchors; a mixture of experts adds its `Routing`. Several reads are normed separately."""
+        if isinstance(h, Reads):
+            h = h._replace(r=h.q) if self.body.takes_reads else h.r
+        y, anchors, *routing = self.body(map_reads(self.norm, h), anchors, context)
+        if self.after is not None:
+            y = self.after(y)
+        return y, anchors, *routing
 
 
 @runtime_checkable

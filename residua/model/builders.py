@@ -183,13 +183,15 @@ def mixed_heads(anchored: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
     for mix, y in zip(anchored.layers, x[1:], strict=False):
         rows = sum(heads * width for heads, width in mix.sections.values())
         projected = y.repeat(1, 1, -(-rows // y.shape[-1]))[..., :rows]
-        own = mix.split(projected)
-        mixed, anchors = _pair("mix", mix.mix(dict(own), y.clone(), anchors, context), ("heads", "anchors"))
-        for pathway, head in own.items():
+        projections = mix.split(projected)
+        mixed, anchors = _pair("mix", mix.mix(dict(projections), y.clone(), anchors, context), ("heads", "anchors"))
+        for pathway, head in projections.items():
             if not isinstance(mixed.get(pathway), Tensor) or mixed[pathway].shape != head.shape:
-                found = _described(mixed.get(pathway))
-                raise _Breach(f"`mix` returns {found} as {pathway!r}: return one of shape {tuple(head.shape)}")
-        heads = torch.cat([mixed[pathway].flatten(2) for pathway in own] + [anchor.flatten(2) for anchor in anchors], 2)
+                description = _described(mixed.get(pathway))
+                raise _Breach(f"`mix` returns {description} as {pathway!r}: return one of shape {tuple(head.shape)}")
+        heads = torch.cat(
+            [mixed[pathway].flatten(2) for pathway in projections] + [anchor.flatten(2) for anchor in anchors], 2
+        )
         padded = nn.functional.pad(heads, (0, -heads.shape[-1] % y.shape[-1]))
         yield from (("mix", piece) for piece in padded.split(y.shape[-1], 2))
 
@@ -235,14 +237,14 @@ def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
 def _run(part: nn.Module, outputs: Outputs, x: Tensor) -> Tensor:
     """All outputs [n, B, T, C]."""
     torch.default_generator.manual_seed(0)  # for dropout; torch.manual_seed would also seed GPUs
-    found = []
+    results = []
     for call, h in outputs(part, x):
         if not isinstance(h, Tensor) or h.shape != x.shape[1:]:
             raise _Breach(
                 f"`{call}` returns {_described(h)} for a tensor of shape {tuple(x.shape[1:])}: return one of that shape"
             )
-        found.append(h.detach().clone())
-    return torch.stack(found)
+        results.append(h.detach().clone())
+    return torch.stack(results)
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:

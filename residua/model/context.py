@@ -14,7 +14,7 @@ from residua.errors import UserError
 from residua.ops._runtime.numeric import begins
 
 if TYPE_CHECKING:
-    from residua.model.anchors import Sharing
+    from residua.model.anchor_sharing import Sharing
     from residua.model.cache import Cache, Now
     from residua.model.topology import Topology
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
 
-In training, a handle follows for each layer that has not mixed them yet (`anchors.Sharing`)."""
+In training, a handle follows for each layer that has not mixed them yet (`anchor_sharing.Sharing`)."""
 
 
 class Context(NamedTuple):
@@ -120,11 +120,11 @@ def map_reads(function: Callable[[Tensor], Tensor], h: Input) -> Input:
     """Apply the function to each read, once per distinct tensor."""
     if isinstance(h, Tensor):
         return function(h)
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     for i, read in enumerate(h):
-        same = [made[j] for j in range(i) if h[j] is read]
-        made.append(same[0] if same else function(read))
-    return Reads(*made)
+        same = [results[j] for j in range(i) if h[j] is read]
+        results.append(same[0] if same else function(read))
+    return Reads(*results)
 
 
 def flat_reads(h: Input) -> tuple[Tensor, ...]:

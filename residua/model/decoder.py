@@ -15,19 +15,16 @@ from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.errors import UserError
 from residua.model.anchor_kinds import build_source
+from residua.model.anchor_sharing import find_sharing
 from residua.model.anchor_source import AnchorSource
-from residua.model.anchors import LayerPlace, Mix, Sharing
+from residua.model.anchors import LayerPlace
 from residua.model.attention import SoftmaxAttention, head_shape, layer_place
-from residua.model.body import Body, reset
+from residua.model.body import Body, Sublayer, reset
 from residua.model.cache import BorrowedCache, Cache, KeyValueCache, Now, SublayerCache
 from residua.model.context import (
-    Anchors,
     Context,
-    Input,
-    Reads,
     check_inputs,
     for_rows,
-    map_reads,
     number_documents,
     one_read,
 )
@@ -67,29 +64,6 @@ class Places(Embedding):
         elif segments is not None:
             places = places - (places * begins(segments, segments)).cummax(1).values
         return x + embedding(places, self.weight)
-
-
-class Sublayer(nn.Module):
-    """y = f(norm(h)): an attention or a feed-forward with its own pre-norm.
-
-    `after` is the norm of the output, if it has one: y = after(f(h)) (OLMo 2), y = after(f(norm(h))) (Gemma 3).
-    """
-
-    norm: Norm
-    body: Body
-
-    def __init__(self, norm: nn.Module, body: nn.Module, after: nn.Module | None = None) -> None:
-        super().__init__()
-        self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
-
-    def forward(self, h: Input, anchors: Anchors, context: Context) -> tuple[Any, ...]:
-        """Return y and the anchors; a mixture of experts adds its `Routing`. Several reads are normed separately."""
-        if isinstance(h, Reads):
-            h = h._replace(r=h.q) if self.body.takes_reads else h.r
-        y, anchors, *routing = self.body(map_reads(self.norm, h), anchors, context)
-        if self.after is not None:
-            y = self.after(y)
-        return y, anchors, *routing
 
 
 class Decoder(nn.Module):
@@ -191,7 +165,8 @@ class Decoder(nn.Module):
         x = self._embedded(tokens, segments, now, positions)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         caches = None if cache is None else cache.sublayers
-        context = context._replace(caches=caches, sharing=self._sharing(), tokens=self.ids_of(tokens))
+        sharing = find_sharing(self.config, self.anchors, self.sublayers)
+        context = context._replace(caches=caches, sharing=sharing, tokens=self.ids_of(tokens))
         h, routed = self._pass(x, context)
         if cache is not None:
             cache.advance(tokens.shape[1], counts)
@@ -211,20 +186,6 @@ class Decoder(nn.Module):
             routed += routing
         tap("final.input", h := one_read(h))
         return self.norm(h), routed
-
-    def _sharing(self) -> Sharing | None:
-        """The layers that mix the anchors, if they share one backward pass."""
-        own_way = len(self.config.topology.reads) > 1 or len(self.order) > len(self.sublayers)
-        if not self.anchors.shares_gradient or not torch.is_grad_enabled() or own_way:
-            return None
-        # Layers take handles in order, so wrapping, sharding or skipping one would misassign the handles.
-        bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]
-        replaced = any("forward" in vars(part) for part in (*self.sublayers, *bodies))
-        if replaced or len(bodies) < len(self.sublayers) or not all(isinstance(body, Body) for body in bodies):
-            return None
-        softmax = [body for body in bodies if isinstance(body, SoftmaxAttention)]
-        readers = tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix))
-        return Sharing(readers) if readers else None
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""

@@ -45,7 +45,7 @@ class WeightsMismatch(UserError):
 def take_parameters(part: nn.Module, old: nn.Module, *, but: str | None = None) -> None:
     """Copy all parameters and buffers of another part, which lacks only the submodule `but`."""
     theirs = old.state_dict()
-    ours = {name: own for name, own in part.state_dict().items() if name.partition(".")[0] != but}
+    ours = {name: tensor for name, tensor in part.state_dict().items() if name.partition(".")[0] != but}
     for name in sorted(ours | theirs):
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
             raise WeightsMismatch(f"{name} of {type(part).__name__} does not fit the initial model.")

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from residua.model.anchors import mix_values
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
-from residua.model.body import Body
+from residua.model.body import Body, Sublayer
 from residua.model.cache import Cache, KeyValueCache, Now
 from residua.model.context import Anchors, Context, Input
-from residua.model.decoder import Decoder, Sublayer
+from residua.model.decoder import Decoder
 from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
@@ -80,17 +80,17 @@ class InferenceAttention(Body):
         norm, projected = attention.qk_norm, attention.projected(x)
         assert context.rotary is not None and isinstance(norm, QKNorm | NoQKNorm)
         cos, sin = context.rotary[attention.table]
-        own, heads = attention.own_values(projected), (projected, self.heads, norm.gains, cos, sin)
-        mixing, anchors = mix_values(attention.mix, own, anchors)
+        values, heads = attention.own_values(projected), (projected, self.heads, norm.gains, cos, sin)
+        mixing, anchors = mix_values(attention.mix, values, anchors)
         if until is not None:
             q = inference.enter_cache(*heads, cache.keys, cache.values, until, mixing, eps=norm.eps)
             y = inference.decode_attention(q[:, 0], cache.keys, cache.values, until, attention.sink)[:, None]
         else:
             if context.now is None and mixing is None:
                 q, k = inference.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
-                v = own
+                v = values
             else:
-                k, v = own.new_empty(2, *own.shape) if cache is None else cache.first(projected.shape[1])
+                k, v = values.new_empty(2, *values.shape) if cache is None else cache.first(projected.shape[1])
                 q = inference.enter_cache(*heads, k, v, None, mixing, eps=norm.eps)
             y = attend(q, k, v, segments=context.segments, **attention.scoring)
         if "g" in attention.head_width:

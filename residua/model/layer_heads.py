@@ -49,9 +49,9 @@ class LayerMixture(Unmixed):
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         """Per head, the sum of the weights of all earlier heads, and the weight of the layer's own head."""
-        own = self.router.detach()[:, -self.heads :].diagonal()
+        current = self.router.detach()[:, -self.heads :].diagonal()
         earlier = self.router.detach()[:, : -self.heads].sum(1)
-        return dict.fromkeys(self.pathways, (earlier, own))
+        return dict.fromkeys(self.pathways, (earlier, current))
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:

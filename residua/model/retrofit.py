@@ -20,7 +20,8 @@ from residua.config import choices
 from residua.config.settings import Frozen, function_changes
 from residua.errors import UserError
 from residua.model.attention import SoftmaxAttention
-from residua.model.decoder import Decoder, Sublayer
+from residua.model.body import Sublayer
+from residua.model.decoder import Decoder
 from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parameters
 from residua.model.norm import Norm, RMSNorm
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from residua.config.model import ModelConfig
 from residua.machine import TooLarge, require_memory
-from residua.model.decoder import Decoder, Sublayer, build
+from residua.model.body import Sublayer
+from residua.model.decoder import Decoder, build
 from residua.model.moe import MoE, mixtures
 from residua.model.topology.facts import ADDED_IN_NORM
 

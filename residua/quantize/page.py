@@ -118,9 +118,9 @@ def _picture(page: Page, result: QuantizationResult) -> None:
     )
     rows: dict[str, list[Bar | Spread | None]] = {}
     for layer in sorted({layer for layer, _ in placed}, reverse=True):
-        own = [placed.get((layer, part)) for part in parts]
-        cells = [None if m is None else _bar(m, highest, m in odd) for m in own]
-        rows[f"layer {layer}"] = [*cells, _channel([m for m in own if m is not None], peak)]
+        modules = [placed.get((layer, part)) for part in parts]
+        cells = [None if m is None else _bar(m, highest, m in odd) for m in modules]
+        rows[f"layer {layer}"] = [*cells, _channel([m for m in modules if m is not None], peak)]
     for module in (m for m in result.modules if sentences.split(m.name) is None):
         empty = [None] * (len(parts) - 1)
         rows[module.name] = [_bar(module, highest, module in odd), *empty, _channel([module], peak)]

@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 
 from residua.data.loader import Batch
 from residua.errors import UserError
-from residua.model.decoder import Decoder, Sublayer
+from residua.model.body import Sublayer
+from residua.model.decoder import Decoder
 from residua.model.equivalence import Edge
 from residua.model.taps import hooked
 

@@ -1,7 +1,8 @@
 """Checkpoints of one process: `checkpoints/step-N/` with model.safetensors, optimizer.safetensors and state.json.
 
 A checkpoint is a folder written atomically: one called `step-N` is complete, even after a crash. Nothing is ever
-unpickled. `sharded.py` writes the checkpoints of several ranks, and shares the names, pruning and errors defined here.
+unpickled. `shard_files.py` writes the checkpoints of several ranks, and shares the names, pruning and errors defined
+here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 FOLDER = "checkpoints"
 STATE = "state.json"
-SHARDS = "shards"  # the subfolder of a checkpoint that several ranks wrote, see `sharded.py`
+SHARDS = "shards"  # the subfolder of a checkpoint that several ranks wrote, see `shard_files.py`
 _NAME = re.compile(r"step-(\d+)")
 
 

@@ -152,7 +152,7 @@ def choose_checkpoint(run: Path, which: Literal["last", "best"]) -> Checkpoint:
 def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
     """Copy a checkpoint of one process or of several ranks into a model and, to continue training, its optimizer."""
     if (path / SHARDS).is_dir():
-        from residua.storage.sharded import load_shards  # torch.distributed.checkpoint takes seconds to import
+        from residua.storage.shard_files import load_shards  # torch.distributed.checkpoint takes seconds to import
 
         load_shards(path, model, optimizer)
     else:
@@ -231,7 +231,7 @@ def _one_process(path: Path, model: Decoder) -> tuple[Read, dict[str, torch.dtyp
 
 
 def _several_ranks(path: Path, model: Decoder) -> tuple[Read, dict[str, torch.dtype]]:
-    from residua.storage.sharded import fill, require_shards  # torch.distributed.checkpoint takes seconds to import
+    from residua.storage.shard_files import fill, require_shards  # torch.distributed.checkpoint takes seconds to import
 
     expected = model_tensors(model)
     require_shards(path, expected)

@@ -128,10 +128,10 @@ class _Collection:
             device = next((name for name in reversed(ours) if name in baseline), "")
             runs = self._planned(row.size, first)
             row_runs = runs if row.name == first else self._planned(row.size, row.name)
-            made = race(row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence)
+            outcome = race(row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence)
             if not {*self.study.seeds} <= runs.keys() & row_runs.keys():  # a results file has no runs that failed
-                made = replace(made, ratio=None, p=None)
-            races.setdefault(row.size, {})[row.name] = made
+                outcome = replace(outcome, ratio=None, p=None)
+            races.setdefault(row.size, {})[row.name] = outcome
         after = {size: adjusted(each) for size, each in races.items()}
         return tuple(row.model_copy(update={"race": after[row.size][row.name]}) for row in rows)
 

@@ -235,6 +235,7 @@ class LowPrecision:
             if maps := body.squared_relu_maps():
                 up, out = (projection.forward for projection in maps)
                 if isinstance(up, Fp8Linear) and isinstance(out, Fp8Linear) and not up.projection.has_bias:
+                    model.anchors.shares_gradient = False
                     body.forward = Fp8SquaredRelu(up, out, body.forward)  # type: ignore[method-assign]
 
     @property

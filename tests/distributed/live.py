@@ -12,7 +12,7 @@ from residua.config.run import RunConfig
 from residua.distributed.mesh import Mesh
 from residua.distributed.world import build_ranked_step
 from residua.model.decoder import build_parts
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 
 
 class LiveBytes(TorchDispatchMode):

@@ -14,7 +14,7 @@ from residua.config.run import ParallelConfig
 from residua.distributed.experts import DividedExperts
 from residua.distributed.mesh import one_rank
 from residua.model.moe import Experts
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from tests.distributed.live import LiveBytes
 
 WIDTH, COUNT = 8, 4

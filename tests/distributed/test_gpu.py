@@ -13,7 +13,7 @@ import residua
 from residua.config import choices
 from residua.config.run import ParallelConfig, RunConfig
 from residua.model.decoder import build_parts
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.step import Step, build_step
 from residua.train.timing import random_batches
 from tests.ops.harness import assert_equal

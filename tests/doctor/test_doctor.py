@@ -15,9 +15,9 @@ from packaging.requirements import Requirement as Independent
 
 from residua import ops
 from residua.cli import doctor as verb
-from residua.doctor import findings, installed, kernels
+from residua.doctor import environment, findings, kernels
+from residua.doctor.environment import Requirement
 from residua.doctor.findings import Finding
-from residua.doctor.installed import Requirement
 from residua.machine import python_command
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Sizes, example_cases
@@ -157,7 +157,7 @@ def test_requirements_are_read_as_by_packaging() -> None:
 
 
 def test_every_extra_has_a_purpose() -> None:
-    assert set(installed.PURPOSES) == set(PROJECT["optional-dependencies"]) - {*installed.DEVELOPERS}
+    assert set(environment.PURPOSES) == set(PROJECT["optional-dependencies"]) - {*environment.DEVELOPERS}
 
 
 def test_faulty_packages_get_a_row_with_a_fix_command(tmp_path: Path, monkeypatch) -> None:
@@ -177,7 +177,7 @@ def test_faulty_packages_get_a_row_with_a_fix_command(tmp_path: Path, monkeypatc
         Requirement("planted-elsewhere", "", "triton", "Plan9"),
         Requirement("planted-good", "1.1", "titan", relation="=="),
     ]
-    good, broken, old, absent, extra, pinned = installed.packages(needs)
+    good, broken, old, absent, extra, pinned = environment.packages(needs)
     assert good.state == "ok" and "1.2, for models of transformers" in good.words
     assert broken.state == "failed" and "OSError: libplanted.so: not found" in broken.words
     assert old == Finding("packages", "planted-old", "failed", "0.9.1 is too old", "pip install -U 'planted-old>=0.10'")

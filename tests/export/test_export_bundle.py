@@ -42,7 +42,7 @@ def test_kernels_that_cannot_be_imported_are_not_exported(monkeypatch):
     own = modules.member
 
     def member(module: str, name: str) -> Any:
-        if module.startswith("residua.ops") and name in ("shared", "launch"):
+        if module.startswith("residua.ops") and name in ("anchor_gradients", "launch"):
             raise ImportError("as without Triton")
         return own(module, name)
 
@@ -63,6 +63,8 @@ def test_folder_holds_only_the_models_topology_and_mixers(bundles):
     assert not held["mgr"] & {"topology_additive.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
     assert {"topology_attnres.py", "linear_attention.py", "ops_delta_rule.py"} <= held["attnres"]
     assert not held["attnres"] & {"topology_additive.py", "topology_multigate.py", "moe.py"}
+    linear = bundle(build(small(layers=1, attention=LINEAR)), "1.0")
+    assert "residua_linear_attention.py" in linear and "residua_attention.py" not in linear
 
 
 @pytest.mark.parametrize("name", CONFIGS)

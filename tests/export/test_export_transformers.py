@@ -208,6 +208,7 @@ def test_gradient_checkpointing_keeps_gradients_and_turns_off(exported):
     calls = []
     handle = exported.model.decoder.sublayers[0].body.register_forward_pre_hook(lambda *_: calls.append(1))
     exported.gradient_checkpointing_enable()
+    assert not exported.model.decoder.anchors.shares_gradient
     again = gradients()
     assert len(calls) == 2  # once forward, once more in the backward pass
     assert plain.keys() == again.keys() and all(torch.equal(plain[n], again[n]) for n in plain)

@@ -167,7 +167,7 @@ def _shard(root: Path) -> None:
     from residua.config.run import RunConfig
     from residua.model.decoder import build as build_model
     from residua.storage.checkpoint import checkpoints, read_checkpoint
-    from residua.storage.sharded import Saver
+    from residua.storage.shard_files import Saver
     from residua.train.step import build_step
 
     config = RunConfig.from_toml(root / "run/config.toml")

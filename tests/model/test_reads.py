@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import residua
 from residua.config.settings import ConfigError
 from residua.model.attention import SoftmaxAttention
+from residua.model.body import Sublayer
 from residua.model.context import Context, Reads, flat_reads, map_reads
-from residua.model.decoder import Sublayer
 from residua.model.rope import rotary_table
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import agree, close, leaves_of, random, randomise

@@ -12,7 +12,7 @@ from residua import ops
 from residua.ops import inference, optimizer_update
 from residua.ops._runtime.cases import example_cases
 from residua.ops.delta_rule import gated_delta_step
-from residua.ops.depth_attention import deferred
+from residua.ops.depth_attention import source_gradients
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.fp8_codes import launch as fp8_codes
 from residua.ops.hyper_connection import manifold_weights
@@ -138,7 +138,7 @@ def mix_shared(
     dtype: torch.dtype, width: int, heads: int, normed: bool, anchors: str, layers: int, dynamic: bool, length: int = 4
 ) -> None:
     """Layers whose anchors have their gradient in one pass."""
-    from residua.ops.mix_projection import shared
+    from residua.ops.mix_projection import anchor_gradients
 
     sections = {s: (heads, width) for s in "qkvg"}
     table = (torch.zeros(length, (width + 1) // 2), torch.zeros(length, (width + 1) // 2))
@@ -149,12 +149,14 @@ def mix_shared(
     if normed:
         source = draw(2, length, len(anchors) * heads * width, dtype=dtype)
         anchor_gains = {s: draw(width) for s in anchors}
-    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains, hidden=16 * dynamic)
+    handles = anchor_gradients.share(named, scales, sections, source=source, gains=anchor_gains, hidden=16 * dynamic)
     made: list[torch.Tensor] = []
     for own, handle in zip(scales, handles, strict=True):
         x, weight = draw(2, length, 16, dtype=dtype), draw(4 * heads * width + 16 * dynamic, 16, dtype=dtype)
         network = (draw(2 * len(anchors), 16), draw(2 * len(anchors))) if dynamic else None
-        found, gate = shared.mix_heads(x, weight, handle, sections, named, own, table, gains=gains, network=network)
+        found, gate = anchor_gradients.mix_heads(
+            x, weight, handle, sections, named, own, table, gains=gains, network=network
+        )
         made += (*found.values(), gate.apply(draw(2, length, heads, width, dtype=dtype)))
     both(made)
 
@@ -244,9 +246,9 @@ def depth_walk(dtype: torch.dtype, width: int, sublayers: int, block: int, token
     sees = [[0, *range(block, k + 1, block), k + 1] for k in range(sublayers)]
     plan = ReadPlan(sees, [False, *(k % block > 0 for k in range(sublayers))])
     queries, x = draw(sublayers, width), draw(tokens, width, dtype=dtype)
-    state, read = deferred.open(plan, x, queries), []
+    state, read = source_gradients.open(plan, x, queries), []
     for k in range(sublayers):
-        h, state = deferred.step(plan, k, draw(tokens, width, dtype=dtype), state)
+        h, state = source_gradients.step(plan, k, draw(tokens, width, dtype=dtype), state)
         read.append(h)
     both(read)
 

@@ -142,14 +142,14 @@ class SharedLayers(Layers):
                 if "g" in self.sections:
                     made[last] = leaves[f"o {layer}"] * torch.sigmoid(made[last])
             return made
-        from residua.ops.mix_projection import shared
+        from residua.ops.mix_projection import anchor_gradients
 
         anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
-        handles = shared.share(anchors, scales, self.sections, hidden=self.hidden, **self.origin(leaves))
+        handles = anchor_gradients.share(anchors, scales, self.sections, hidden=self.hidden, **self.origin(leaves))
         for layer, own, handle in zip("12", scales, handles, strict=True):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
             network = (leaves[f"up {layer}"], leaves[f"bias {layer}"]) if self.hidden else None
-            heads, gate = shared.mix_heads(
+            heads, gate = anchor_gradients.mix_heads(
                 leaves[f"x {layer}"], leaves[f"weight {layer}"], handle, self.sections, anchors, own, table,
                 gains=gains, network=network,
             )  # fmt: skip

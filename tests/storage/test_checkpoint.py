@@ -23,7 +23,7 @@ from residua.files import WriteError
 from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
 from residua.storage.run import Run, failed_early
-from residua.storage.sharded import Saver, load_shards
+from residua.storage.shard_files import Saver, load_shards
 from residua.train.trainer import train
 from tests.train.conftest import small_run
 

@@ -30,7 +30,7 @@ from residua.distributed.pipeline.transport import StageCache, plan_routes
 from residua.distributed.shard import materialise
 from residua.model.moe import Routing, mixtures
 from residua.model.topology.base import Items
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder

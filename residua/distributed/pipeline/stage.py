@@ -66,9 +66,9 @@ class Slice(nn.Module):
         self.range, self.route, self.settings = self.share.sublayers, route, settings
         self.first, self.last = number == 0, number == len(settings.shares) - 1
         self.heads = bool(self.share.head)
-        own = [model.order[k] for k in self.range]
-        self.sublayers = nn.ModuleDict({str(j): model.sublayers[j] for j in own})
-        layers, count = [model.sublayers[j] for j in own], len(own)
+        indices = [model.order[k] for k in self.range]
+        self.sublayers = nn.ModuleDict({str(j): model.sublayers[j] for j in indices})
+        layers, count = [model.sublayers[j] for j in indices], len(indices)
         self.units = nn.ModuleList(
             Unit(self.range[k.start], layers[k.start : k.stop], model.topology, closed=self.heads or k.stop < count)
             for k in divide(layers)

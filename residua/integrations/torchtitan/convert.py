@@ -31,7 +31,7 @@ from residua.model.size import build_if_it_fits
 from residua.reading import ReadError, inside, reason
 from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, model_tensors
 from residua.storage.run import saved_config
-from residua.storage.sharded import quietly, require_held
+from residua.storage.shard_files import quietly, require_held
 from residua.storage.tensors import require_finite, save_tensors
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.state import random_states

@@ -246,6 +246,7 @@ def divide_states(model: Decoder, rank: int, ranks: int) -> None:
     for layer, sublayer in enumerate(list(model.sublayers)[::2]):
         body, mixer = sublayer.get_submodule("body"), model.config.attention.at(layer)
         if not mixer.attends:
+            model.anchors.shares_gradient = False
             body.forward = HeadsOfSequences(body, mixer, rank, ranks)  # type: ignore[method-assign]
 
 

@@ -22,7 +22,7 @@ from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.model.moe import MoE
 from residua.model.size import measure, shapes
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.balance import Balancer
 from residua.train.compile.rewrites import compile_rewritten
 from residua.train.compile.working_copies import WorkingCopies

@@ -35,7 +35,7 @@ from residua.integrations.torchtitan.optimizer import schedule_of
 from residua.integrations.torchtitan.refusals import plainly, refuse_engine
 from residua.model.moe import mixtures
 from residua.storage.hugging_face import keep_companions
-from residua.storage.sharded import local
+from residua.storage.shard_files import local
 from residua.train.balance import Balancer
 
 

@@ -16,7 +16,7 @@ from residua.model.equivalence import InitFidelity, take_parameters
 from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import Ablations, Costs, Rows, SourceNames, parameters_set, read_rows, sources_dropped
-from residua.ops.depth_attention import deferred
+from residua.ops.depth_attention import source_gradients
 from residua.ops.depth_attention.plan import ReadPlan
 
 if TYPE_CHECKING:
@@ -90,15 +90,15 @@ class BlockAttnRes(Topology):
         self.plan = self._plan(sublayers)
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
-        if deferred.serves(x, key_norm=self.config.key_norm, activation=self.config.activation):
-            return x, deferred.open(self.plan, x, self._queries())
+        if source_gradients.serves(x, key_norm=self.config.key_norm, activation=self.config.activation):
+            return x, source_gradients.open(self.plan, x, self._queries())
         return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        if deferred.holds(self.plan, k, state):
+        if source_gradients.holds(self.plan, k, state):
             read = cast(Read, self.reads[k])
-            tap(f"depth.{k}.weights", lambda: read.weights(deferred.values(self.plan, k, y, state)))
-            return deferred.step(self.plan, k, y, state)
+            tap(f"depth.{k}.weights", lambda: read.weights(source_gradients.values(self.plan, k, y, state)))
+            return source_gradients.step(self.plan, k, y, state)
         sources = self.sources(k, y, state)
         return self.reads[k](sources), sources
 

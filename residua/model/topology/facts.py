@@ -104,8 +104,8 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
             read = {id(tensor): tensor for tensor in (*state, y)}
             h, state = traced.step(k, y, state, *ids)
             written = {id(tensor): tensor for tensor in (*flat_reads(h), *state) if id(tensor) not in read}
-            taken, made = (sum(t.numel() for t in tensors.values()) / width for tensors in (read, written))
-            parts.append(Rows(taken + made, 2 * taken + made))
+            rows_read, rows_written = (sum(t.numel() for t in tensors.values()) / width for tensors in (read, written))
+            parts.append(Rows(rows_read + rows_written, 2 * rows_read + rows_written))
     return add_rows(parts)
 
 

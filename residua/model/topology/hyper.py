@@ -285,10 +285,10 @@ class SinglePassHyper(HyperConnections):
 
         The new logits are those of the next read, then those of the write after sublayer k.
         """
-        own, following = (cast(DynamicJunction, self.junctions[i]) for i in (k, min(k + 1, self.last)))
-        pre = read_weights(logits[0], own.pre, own.maps.alpha, "each")
+        junction, following = (cast(DynamicJunction, self.junctions[i]) for i in (k, min(k + 1, self.last)))
+        pre = read_weights(logits[0], junction.pre, junction.maps.alpha, "each")
         tap(f"depth.{k}.pre", pre)
-        h, X, after = ops.single_pass_step(X, y, post, mix, pre, own.maps.rows(following.maps.pre))
+        h, X, after = ops.single_pass_step(X, y, post, mix, pre, junction.maps.rows(following.maps.pre))
         return h, (X, after)
 
 

@@ -73,8 +73,8 @@ def launcher(
         def run(*args: Any, **settings: Any) -> Any:
             steps = launch(*args, **settings)
             results = next(steps)
-            made: Any = (results,) if isinstance(results, Tensor) else results
-            with device_guard(made[0]) if made else nullcontext():
+            outputs: Any = (results,) if isinstance(results, Tensor) else results
+            with device_guard(outputs[0]) if outputs else nullcontext():
                 *_, results = results, *steps
             return results
 

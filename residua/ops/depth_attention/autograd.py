@@ -1,4 +1,4 @@
-"""Attention over depth, fused: operators and gradients, for one read and for a whole model's reads (`deferred.py`)."""
+"""Fused attention over depth: operators and gradients, for one read and for all of a model (`source_gradients.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over depth. Letters and equations are those of `reference.py` and `deferred.py`.
+"""Triton kernels of attention over depth. Letters and equations are those of `reference.py` and `source_gradients.py`.
 
 Memory limits all of them, so each reads a C-wide row once. Sources and gradients come as a table of addresses, never
 stacked, and their number is a run-time value, so a deeper model recompiles nothing. Rows have any width: kernels that
@@ -293,9 +293,10 @@ def attend_kernel(
 ):  # fmt: skip
     """One query over `count` sources in one pass, by online softmax: h, lse, and each source's z and rstd.
 
-    For `ops.depth_attention` alone; a whole model defers (`deferred.py`). `scores_kernel` and `mix_kernel` would read
-    every source twice, in one launch more for each. With 12 sources it takes 0.197 ms, 0.575 with its gradient, where
-    flash-linear-attention takes 0.253 and 0.800 (`residua bench ops depth_attention --implementations fused`).
+    For `ops.depth_attention` alone; a whole model defers (`source_gradients.py`). `scores_kernel` and `mix_kernel`
+    would read every source twice, in one launch more for each. With 12 sources it takes 0.197 ms, 0.575 with its
+    gradient, where flash-linear-attention takes 0.253 and 0.800 (`residua bench ops depth_attention --implementations
+    fused`).
     """
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = t < tokens

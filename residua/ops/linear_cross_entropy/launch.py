@@ -141,8 +141,8 @@ def fp8_forward(
             w = coefficients(lse, counted[rows], z_loss)[:, None]
             entry = torch.exp(-nll[:, None]) - 1 / torch.where(w == 0, 1, w)
             others = multiply(Codes(low_p, scale.new_full((), P_SCALE)), Codes(turned, scale), hidden.dtype)
-            own = codes.view(torch.uint8)[target[rows, 0]].view(codes.dtype)  # rows of Q(W)
-            p_weight[rows] = others + own.to(entry.dtype) * (entry * scale)
+            target_rows = codes.view(torch.uint8)[target[rows, 0]].view(codes.dtype)  # rows of Q(W)
+            p_weight[rows] = others + target_rows.to(entry.dtype) * (entry * scale)
             p.scatter_(1, target[rows], entry.to(p.dtype))
             _add_product(p_hidden, p.t(), (hidden[rows] * w).to(p.dtype), first=rows.start == 0)
         del p, low_p  # before the next are made

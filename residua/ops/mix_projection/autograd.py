@@ -6,7 +6,7 @@ projection and of the anchors, 6PC. Two things save whole passes. The operator t
 gradient in one piece, where splitting would require a concatenation (2PC). It also returns the anchors for the next
 layer. Their gradient then arrives as the sum over all later layers, and the kernel adds to it (1PC more to read).
 Autograd would add in a separate pass at every layer (3PC). When a whole model shares its anchors, one last pass
-computes their gradient instead (`shared.py`).
+computes their gradient instead (`anchor_gradients.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def mix_heads(
 ) -> tuple[Heads, tuple[Tensor, ...]]:
     """The fused twin of the reference."""
     plan = plan_sections(sections, list(anchors), gains is not None)
-    made = _mix_heads(
+    outputs = _mix_heads(
         projected, gamma, table, list(anchors.values()),
         [per_head(anchor_scales[s]).expand(sections[s]) for s in anchors],
         [per_head(current_scales[s]).expand(sections[s]) for s in anchors],
         gains or (), (), plan, eps,
     )  # fmt: skip
-    return dict(zip(sections, made, strict=False)), made[len(sections) :]
+    return dict(zip(sections, outputs, strict=False)), outputs[len(sections) :]
 
 
 def mix_projection(
@@ -107,9 +107,9 @@ def _mix_heads(
     ctx.plan, ctx.eps = plan, eps
     ctx.save_for_backward(projected, gamma, *chain.from_iterable(groups))
     ctx.set_materialize_grads(False)
-    made = iter(launch.forward(projected, gamma, *groups, plan, eps))
+    outputs = iter(launch.forward(projected, gamma, *groups, plan, eps))
     heads = [
-        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(outputs)
         for s in launch.sections(plan)
     ]
     return *heads, *(anchor.view_as(anchor) for anchor in anchors)

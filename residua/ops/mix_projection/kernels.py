@@ -3,9 +3,9 @@
     m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s,   y = rotate(gain ⊙ RMS(m))
 
 Each part can be absent: mixing (MIXED), γ (DYNAMIC), the anchor's own norm N (ANCHOR_NORMED), QK-norm (NORMED) and
-rotation (TURNED). FOLDED: s holds λ2 ⊙ s. GATED: y = o ⊙ σ(m), with o the output of attention (`shared.py`). A head of
-width D is held as two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is odd, the second half is one
-short. The forward pass stores nothing: backward recomputes m and both 1/rms from s and a, which it reads anyway.
+rotation (TURNED). FOLDED: s holds λ2 ⊙ s. GATED: y = o ⊙ σ(m), with o attention's output (`anchor_gradients.py`). A
+head of width D is held as two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is odd, the second half
+is one short. The forward pass stores nothing: backward recomputes m and both 1/rms from s and a, which it reads anyway.
 """
 
 # mypy: ignore-errors

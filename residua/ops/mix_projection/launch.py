@@ -168,10 +168,10 @@ def forward(
 ) -> Iterator[list[Tensor]]:
     """The heads [B, T, H, D] of every section that is not passed through, from the projection [B, T, R]."""
     chosen = [s for s in sections(plan) if not (s.passes or s.gates)]
-    made = [projected.new_empty((*projected.shape[:-1], s.heads, s.width)) for s in chosen]
-    yield made
+    heads = [projected.new_empty((*projected.shape[:-1], s.heads, s.width)) for s in chosen]
+    yield heads
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    for s, y in zip(chosen, made, strict=True):
+    for s, y in zip(chosen, heads, strict=True):
         _forward(inputs, s, None, y, eps)
 
 
@@ -202,8 +202,8 @@ def _forward(inputs: Inputs, s: Section, o: Tensor | None, y: Tensor, eps: float
 
 def gate_section(plan: Sequence[int]) -> Section:
     """The section that gates the output of attention."""
-    (found,) = (s for s in sections(plan) if s.gates)
-    return found
+    (section,) = (s for s in sections(plan) if s.gates)
+    return section
 
 
 @launcher("mix_heads_backward")

@@ -61,16 +61,16 @@ def mix_heads(
     each anchor in turn, None for 1. Returns the heads by name, and the anchors for the next layer.
     """
     parts = projected.split([heads * width for heads, width in sections.values()], -1)
-    made = {s: part.unflatten(-1, sections[s]) for s, part in zip(sections, parts, strict=True)}
+    heads = {s: part.unflatten(-1, sections[s]) for s, part in zip(sections, parts, strict=True)}
     factors = None if gamma is None else gamma[..., None, None].unbind(-3)
     for i, (s, anchor) in enumerate(anchors.items()):
         l1, l2 = per_head(anchor_scales[s]), per_head(current_scales[s])
         if factors is not None:
             l1, l2 = l1 * factors[2 * i], l2 * factors[2 * i + 1]
-        made[s] = mix_projection(made[s], anchor, l2, l1)
+        heads[s] = mix_projection(heads[s], anchor, l2, l1)
     for s, gain in zip("qk", gains or (None, None), strict=True):
-        made[s] = rotate(made[s] if gain is None else rms(made[s], eps, gain), table)
-    return made, tuple(anchors.values())
+        heads[s] = rotate(heads[s] if gain is None else rms(heads[s], eps, gain), table)
+    return heads, tuple(anchors.values())
 
 
 def factors(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:

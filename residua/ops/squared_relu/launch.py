@@ -25,7 +25,7 @@ from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import differentiable
 
 kernels = Kernels("residua.ops.squared_relu.kernels")
-specialized = Kernels("residua.ops.squared_relu.specialized")
+warp_specialization = Kernels("residua.ops.squared_relu.warp_specialization")
 
 
 class FlatPlan(NamedTuple):
@@ -52,7 +52,7 @@ class FlatPlan(NamedTuple):
 
 
 class SpecializedPlan(NamedTuple):
-    """Plan for `specialized.py`, where every group of warps has its own task.
+    """Plan for `warp_specialization.py`, where every group of warps has its own task.
 
     Gluon is an experimental part of Triton: if it is missing or has moved, `otherwise` is used.
     """
@@ -70,10 +70,10 @@ class SpecializedPlan(NamedTuple):
         if not has_gluon():
             self.otherwise.launch(x, w, a, y)
             return
-        rows, half = specialized.ROWS.value, specialized.HALF.value
+        rows, half = warp_specialization.ROWS.value, warp_specialization.HALF.value
         blocks = _blocks(x, w, a, y, half, self.columns, self.depth, self.parts)
-        specialized.product_kernel[(_programs(y, rows, self.columns),)](
-            *(specialized.placed(*pair) for pair in blocks),
+        warp_specialization.product_kernel[(_programs(y, rows, self.columns),)](
+            *(warp_specialization.placed(*pair) for pair in blocks),
             cdiv(y.shape[0], rows), cdiv(y.shape[1], self.columns), K=x.shape[1], STAGES=self.stages,
             PARTS=self.parts, SLOTS=self.slots, GROUP=self.group, SLOPES=a is not None, num_warps=4, maxnreg=168,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _blocks(
 @cache
 def has_gluon() -> bool:
     try:
-        import residua.ops.squared_relu.specialized  # noqa: F401
+        import residua.ops.squared_relu.warp_specialization  # noqa: F401
     except ImportError:
         return False
     return True

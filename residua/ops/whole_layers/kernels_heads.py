@@ -38,8 +38,8 @@ def anchored_halves(
 ):  # fmt: skip
     """`anchored` of a head [LANES] that begins at channel `first`, and of its halves exchanged."""
     d = tl.arange(0, LANES)
-    own = anchored(anchor_ptr, mixing_ptr, first + d, d < D, d < D, WIDTH)
-    return own, anchored(anchor_ptr, mixing_ptr, first + _other_half(d, D), d < D, d < D, WIDTH)
+    head = anchored(anchor_ptr, mixing_ptr, first + d, d < D, d < D, WIDTH)
+    return head, anchored(anchor_ptr, mixing_ptr, first + _other_half(d, D), d < D, d < D, WIDTH)
 
 
 @triton.jit
@@ -78,13 +78,13 @@ def network(network_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr, E: tl.constex
 @triton.jit
 def _gamma(b_hidden, b_network, COUNT: tl.constexpr):
     """γ = σ(g W2 + b) of the rows that `network` has; g = GELU(h)."""
-    b_products, made = (), ()
+    b_products, b_gamma = (), ()
     for i in tl.static_range(COUNT):
         b_products = b_products + (b_hidden.to(tl.float32) * b_network[0][i],)
     sums = _sums_by_6(b_products, COUNT)
     for i in tl.static_range(COUNT):
-        made = made + (tl.sigmoid(sums[i] + b_network[1][i]),)
-    return made
+        b_gamma = b_gamma + (tl.sigmoid(sums[i] + b_network[1][i]),)
+    return b_gamma
 
 
 @triton.jit

@@ -4,7 +4,8 @@ Autocast rounds every float32 master again for each micro-batch, and autograd re
 to add it to those of earlier micro-batches. Here the model runs on copies in the products' dtype, refreshed at the
 start of a step. A copy's backward pass adds its gradient to a float32 buffer; the compiler fuses this addition with the
 conversion to float32. Results are the same with less memory traffic, except for folded weights of anchors, which are
-rounded once more (`ops/mix_projection/shared.py`). Autograd does not see the masters, so hooks on them do not run.
+rounded once more (`ops/mix_projection/anchor_gradients.py`). Autograd does not see the masters, so hooks on them do not
+run.
 
 They made a step of L 7 ms shorter (docs/lab/kernels.md, "Gains of single parts", `residua bench step mgr-l-prenorm
 --micro-batch 16 --accumulate 4`).

@@ -50,8 +50,8 @@ def _gated(node: Node) -> list[Node] | None:
 
 def _views(node: Node) -> list[Node]:
     """The views between a node and what they show."""
-    found = []
+    views = []
     while node.target in VIEWS:
-        found.append(node)
+        views.append(node)
         (node,) = node.all_input_nodes
-    return found
+    return views

@@ -1,5 +1,6 @@
 """Layers that mix the same anchors compute the anchors' gradient together: equal numbers, and the conditions for it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,14 @@ from torch import Tensor
 
 import residua
 from residua import ops
+from residua.config.run import TrainConfig
+from residua.model.anchor_sharing import Sharing, find_sharing
 from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.ops._runtime import triton_support
-from residua.ops.mix_projection import shared
+from residua.ops.mix_projection import anchor_gradients
+from residua.train.compile.layers import compile_sublayers
+from residua.train.low_precision import LowPrecision
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
@@ -43,6 +48,10 @@ def built(tables: dict[str, Any]) -> Decoder:
     return randomise(residua.build(small(**tables)), 0.1)
 
 
+def sharing(model: Decoder) -> Sharing | None:
+    return find_sharing(model.config, model.anchors, model.sublayers)
+
+
 def gradients(model: Decoder, run: Any, choice: str) -> dict[str, Tensor]:
     model.zero_grad()
     with ops.backend(choice):
@@ -50,17 +59,30 @@ def gradients(model: Decoder, run: Any, choice: str) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer, dynamic", "resformer"]))
-def test_every_gradient_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, handed = built(MODELS[name]), []
-    share = shared.share
-    monkeypatch.setattr(shared, "share", lambda *args, **how: handed.append(share(*args, **how)) or handed[-1])
+def assert_gradients_equal_the_reference(model: Decoder) -> None:
     ours = gradients(model.float(), model.loss, "triton")
-    assert [len(handles) for handles in handed] == [3 if name.startswith("exo") else 2]
     exact = gradients(model.double(), model.loss, "reference")
     for parameter, b in exact.items():
         error = (ours[parameter].double() - b).norm() / b.norm().clamp(min=1e-12)
         assert error <= 2e-5, f"{parameter}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer, dynamic", "resformer"]))
+def test_every_gradient_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, handed = built(MODELS[name]), []
+    share = anchor_gradients.share
+    monkeypatch.setattr(
+        anchor_gradients, "share", lambda *args, **how: handed.append(share(*args, **how)) or handed[-1]
+    )
+    assert_gradients_equal_the_reference(model)
+    assert [len(handles) for handles in handed] == [3 if name.startswith("exo") else 2]
+
+
+@pytest.mark.parametrize("name", ["exoformer, dynamic", "nuresformer"])
+def test_gradients_of_layers_skipped_by_hand_are_exact(name: str) -> None:
+    model = built(MODELS[name])
+    model.sublayers[2].forward = lambda h, anchors, context: (torch.zeros_like(h), anchors)
+    assert_gradients_equal_the_reference(model)
 
 
 @pytest.mark.nightly
@@ -105,7 +127,7 @@ def test_anchors_are_passed_by_layers_if_sharing_is_impossible(reason: str) -> N
         model.sublayers[0].body.project.to("meta")
     choice = "reference" if reason == "reference" else "triton"
     with torch.set_grad_enabled(reason != "no gradients"), ops.backend(choice):
-        anchors = model.anchors.open(torch.randn(1, 2, 16), Context(None, None, sharing=model._sharing()))
+        anchors = model.anchors.open(torch.randn(1, 2, 16), Context(None, None, sharing=sharing(model)))
     assert len(anchors) == len(model.anchors.pathways)
 
 
@@ -121,7 +143,7 @@ def test_a_hook_on_a_sublayer_changes_no_gradient() -> None:
 def test_layers_that_might_skip_their_handle_do_not_share(change: str) -> None:
     """Handles are taken in turn: an unused one would go to the next layer."""
     model = built(MODELS["exoformer"] | {"layers": 3}).float()
-    assert model._sharing() is not None
+    assert sharing(model) is not None
     sublayer = model.sublayers[2]
     if change == "wrapped":
         sublayer.body = torch.nn.Sequential(sublayer.body)
@@ -129,4 +151,17 @@ def test_layers_that_might_skip_their_handle_do_not_share(change: str) -> None:
         sublayer.forward = lambda h, anchors, context: (torch.zeros_like(h), anchors)
     else:
         model.sublayers[2] = torch.nn.Identity()
-    assert model._sharing() is None
+    assert sharing(model) is None
+
+
+def fp8_feed_forwards(model: Decoder) -> None:
+    config = TrainConfig(precision="fp8_emulated", low_precision={"smallest": 1, "sublayers": "feed-forward"})
+    LowPrecision(model, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("replace", [recompute_sublayers, compile_sublayers, fp8_feed_forwards])
+def test_whoever_replaces_forward_declares_it(replace: Callable[[Decoder], None]) -> None:
+    model = built(MODELS["exoformer"] | {"ffn": {"kind": "relu2", "hidden": 16}})
+    replace(model)
+    assert any("forward" in vars(part) for sublayer in model.sublayers for part in (sublayer, sublayer.body))
+    assert not model.anchors.shares_gradient

@@ -12,7 +12,7 @@ from residua.config import choices
 from residua.model import taps
 from residua.model.topology import build_topology
 from residua.ops._runtime.library import launchers
-from residua.ops.depth_attention import deferred, launch
+from residua.ops.depth_attention import launch, source_gradients
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
 from residua.ops.depth_attention.plan import GROUP, MAX_FUSED_READERS, ReadPlan, cheapest
 from tests.nightly import only_nightly
@@ -156,10 +156,10 @@ def test_a_source_with_many_readers_is_differentiated_correctly():
             self.u = torch.nn.Parameter(torch.randn(40, 8))
 
         def open(self, x):
-            return x, deferred.open(plan, x, self.u)
+            return x, source_gradients.open(plan, x, self.u)
 
         def step(self, k, y, state):
-            return deferred.step(plan, k, y, state)
+            return source_gradients.step(plan, k, y, state)
 
     def plainly(topology, x, outputs):
         return [ops.depth_attention([x, y], topology.u[k]) for k, y in enumerate(outputs)]

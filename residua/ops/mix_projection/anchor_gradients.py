@@ -9,9 +9,9 @@ So the projection's gradient is dm_l itself, and one pass does the rest when all
 Autograd computes dλ2 from the gradient of W', with C products per row of W' instead of C per token. For anchors made
 from the embedding, this pass also goes through their norms and writes the gradient of their projection in one piece.
 
-A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
-gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l. The
-graph is ordinary, and compile, checkpointing and retain_graph need no special handling.
+A *handle* connects each layer with that pass, as in `depth_attention/source_gradients.py`: a tensor without memory,
+whose gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l.
+The graph is ordinary, and compile, checkpointing and retain_graph need no special handling.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V: a copy into the gradient of the
 projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed where it is applied (`Gate`), 4C forward and
@@ -79,11 +79,11 @@ def share(
     If the anchors are columns of one projection in this order, normed if they have one of the `gains`, `source`
     [B, T, ΣHD] is that projection: it gets their gradient, through the norms and in one piece.
     """
-    flat = [torch.cat([_elements(own[s], sections[s]).flatten() for s in anchors]) for own in scales]
+    flat = [torch.cat([_elements(by_pathway[s], sections[s]).flatten() for s in anchors]) for by_pathway in scales]
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
     sources = [a.flatten(-2) for a in anchors.values()] if source is None else [source]
-    found = [None if gains is None else gains.get(s) for s in anchors]
-    handles = _share(torch.stack(flat), found, sources, plan, eps, hidden)
+    norm_gains = [None if gains is None else gains.get(s) for s in anchors]
+    handles = _share(torch.stack(flat), norm_gains, sources, plan, eps, hidden)
     return list(zip(*(handles[i : i + len(scales)] for i in range(0, len(handles), len(scales))), strict=True))
 
 
@@ -110,13 +110,13 @@ def mix_heads(
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values, dtype = [a.detach() for a in anchors.values()], working_dtype(x)
     (of_dm, *of_quotients), (up, bias) = handles, network or (None, None)
-    made = _mix(
+    outputs = _mix(
         x.to(dtype), weight.to(dtype), up, bias, of_dm, of_quotients, table, values, scales, gains or (), plan, eps
     )
-    heads = dict(zip([s for s in sections if not (gated and s == "g")], made, strict=False))
+    heads = dict(zip([s for s in sections if not (gated and s == "g")], outputs, strict=False))
     if not gated:
         return heads, None
-    projected, gamma, *to = made[len(heads) :] if network else (made[len(heads)], None, made[-1])
+    projected, gamma, *to = outputs[len(heads) :] if network else (outputs[len(heads)], None, outputs[-1])
     return heads, Gate(plan, 0 if network is None else network[0].shape[1], projected, gamma, to, values, scales)
 
 
@@ -238,9 +238,9 @@ def _mix(
         gamma = factors(hidden, up, bias)
     ctx.save_for_backward(x, weight, projected, gamma, hidden, up, *table, *anchors, *scales, *gains)
     ctx.set_materialize_grads(False)
-    made = iter(launch.forward(projected, gamma, table, anchors, scales, (), gains, (), plan, eps))
+    outputs = iter(launch.forward(projected, gamma, table, anchors, scales, (), gains, (), plan, eps))
     heads = [
-        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+        projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(outputs)
         for s in launch.sections(plan)
         if not s.gates
     ]
