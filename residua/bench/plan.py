@@ -275,6 +275,9 @@ def print_plans(
     console.print(table)
     if len(plans) > rows:
         console.print(f"and {len(plans) - rows} more: show them with --rows")
+    anchors = config.model.anchors
+    if anchors.mixed and not config.model.borrowed:
+        console.print(f"step ms leaves out the bytes that anchors.kind = '{anchors.kind}' moves", soft_wrap=True)
     console.print(_next(plans[0], preset, machine), soft_wrap=True, markup=False)
 
 

@@ -101,7 +101,7 @@ def _retrofit(
     changed = base.override([*begin, *_data_change(data), *changes])
     same_kind = changed.model.topology.kind == base.model.topology.kind
     exact = [] if same_kind or changed.model.repeats else ["model.reader_eps=sum"]
-    return out, changed.override([*with_eps(base.model, changed.model, changes), *exact, *changes])
+    return out, changed.override([*with_eps(base.model.norm, changed.model.norm, changes), *exact, *changes])
 
 
 def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> None:

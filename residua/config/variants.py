@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from residua.config import presets
@@ -27,6 +28,8 @@ class Variant:
 
     summary: str
     overrides: Callable[[ModelConfig], Sequence[str]]
+    replaces: bool = False
+    """Whether it replaces a part that overrides of other names depend on, such as the mixers; it then comes first."""
 
 
 def sublayers_per_block(layers: int) -> int:
@@ -40,14 +43,26 @@ def _topology(summary: str, kind: str, *keys: str) -> Variant:
 
 
 def _anchors(summary: str, kind: str, *keys: str) -> Variant:
-    gate = ("gate=elementwise",) if kind in ("nuresformer", "exoformer") else ()
+    gated = kind in ("nuresformer", "exoformer")
     changes = (f"model.anchors.kind={kind}", *(f"model.anchors.{key}" for key in keys))
-    return Variant(summary, lambda model: (*changes, *_on_softmax(model, *gate)))
+
+    def with_gate(model: ModelConfig) -> Sequence[str]:
+        gate = _on_softmax(model, "gate=elementwise") if gated and model.softmax else ()  # else the model is refused
+        return (*changes, *gate)
+
+    return Variant(summary, with_gate)
 
 
-def _on_softmax(model: ModelConfig, *keys: str) -> Sequence[str]:
-    """Overrides of the softmax attention, which has its own table in a hybrid."""
-    return [f"model.{model.attention.softmax_path}.{key}" for key in keys]
+def _on_softmax(model: ModelConfig, change: str) -> Sequence[str]:
+    """An override of the softmax attention, which has its own table in a hybrid."""
+    table = model.attention.softmax_path
+    if model.softmax is None:
+        kind = (model.latent or model.attention).kind
+        raise ConfigError(
+            f"{change.partition('=')[0]} is a key of softmax attention, but {table}.kind = '{kind}': use softmax "
+            "attention."
+        )
+    return [f"model.{table}.{change}"]
 
 
 def _softmax(summary: str, key: str) -> Variant:
@@ -56,13 +71,13 @@ def _softmax(summary: str, key: str) -> Variant:
 
 def _norm(summary: str, kind: str) -> Variant:
     """Another kind of norm, with the eps of the base's."""
-    kinds = (f"model.norm.kind={kind}",)
-    return Variant(summary, lambda model: (*kinds, *with_eps(model, model.override([f"norm.kind={kind}"]), kinds)))
+    kinds, norm = (f"model.norm.kind={kind}",), NormChoice.choose({"kind": kind})
+    return Variant(summary, lambda model: (*kinds, *with_eps(model.norm, norm, kinds)))
 
 
-def with_eps(before: ModelConfig, after: ModelConfig, changes: Sequence[str]) -> list[str]:
+def with_eps(before: NormChoice, after: NormChoice, changes: Sequence[str]) -> list[str]:
     """An override that gives a new kind of norm the eps of the old one, where both have one and `changes` has none."""
-    old, new = (model.norm.model_dump().get("eps") for model in (before, after))
+    old, new = (norm.model_dump().get("eps") for norm in (before, after))
     is_set = any(change.startswith(("model.norm.eps", "model.norm={")) for change in changes)
     return [] if is_set or None in (old, new) or old == new else [f"model.norm.eps={old}"]
 
@@ -112,6 +127,10 @@ def _linear_table(model: ModelConfig) -> str:
     return f"kind='gated_deltanet', {shape}"
 
 
+def _linear(model: ModelConfig) -> Sequence[str]:
+    return [f"model.attention={{{_linear_table(model)}}}"]
+
+
 def _hybrid(model: ModelConfig) -> Sequence[str]:
     softmax = _inline(_base_softmax(model).model_dump(exclude_none=True))
     return [f"model.attention={{kind='hybrid', softmax={softmax}, linear={{{_linear_table(model)}}}}}"]
@@ -138,8 +157,8 @@ def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
     softmax = model.attention.everywhere
     if softmax is None:
         raise ConfigError(
-            f"variants 'linear', 'hybrid' and 'kimi' replace softmax attention, but the base has attention.kind "
-            f"= '{model.attention.kind}': choose a base with attention.kind = 'softmax'."
+            "variants 'linear', 'hybrid' and 'kimi' replace softmax attention in every layer, but attention.kind = "
+            f"'{model.attention.kind}': use one of them, and a base with attention.kind = 'softmax'."
         )
     return softmax
 
@@ -217,8 +236,8 @@ KNOWN: dict[str, Variant] = {
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
     "mudd": _topology("MUDD: Q, K, V and the stream read mixtures of earlier layers", "mudd"),
-    "loop": Variant("the middle half of the layers runs twice", lambda model: [_looped(model, 2)]),
-    "parcae": Variant("the middle half runs twice, each turn with decay and injection", _parcae),
+    "loop": Variant("the middle half of the layers runs twice", lambda model: [_looped(model, 2)], replaces=True),
+    "parcae": Variant("the middle half runs twice, each turn with decay and injection", _parcae, replaces=True),
     "dca": _topology("DeepCrossAttention: Q, K and V weight earlier layers per channel", "dca"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
@@ -237,10 +256,14 @@ KNOWN: dict[str, Variant] = {
     "gated_attention": _softmax("sigmoid gate on the attention output", "gate=elementwise"),
     "xsa": _softmax("attention outputs minus the direction of the token's own value", "own_value=removed"),
     "sink": _softmax("learned attention sink", "sink=learned"),
-    "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
-    "hybrid": Variant("linear attention, with softmax in every fourth layer", _hybrid),
-    "kimi": Variant("Kimi Linear's mixers: delta attention, with latent attention in every fourth layer", _kimi),
-    "moe": Variant("16 experts, 3 and a shared one active per token, with the active width of the base's FFN", _moe),
+    "linear": Variant("linear attention (Gated DeltaNet)", _linear, replaces=True),
+    "hybrid": Variant("linear attention, with softmax in every fourth layer", _hybrid, replaces=True),
+    "kimi": Variant(
+        "Kimi Linear's mixers: delta attention, with latent attention in every fourth layer", _kimi, replaces=True
+    ),
+    "moe": Variant(
+        "16 experts, 3 and a shared one active per token, with the active width of the base's FFN", _moe, replaces=True
+    ),
     "glu": Variant("sigmoid GLU as the feed-forward, with the base's width", _glu),
     "gatednorm": _norm("RMSNorm with a low-rank gate", "gatednorm"),
     "preaffine": _norm("gain before the norm", "preaffine"),
@@ -251,23 +274,36 @@ KNOWN: dict[str, Variant] = {
 
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
-    """The overrides of a variant. `train.steps=5` is one already; other entries are known names, joined with `+`."""
+    """The overrides of a variant. `train.steps=5` is one already; other entries are known names, joined with `+`.
+
+    The order of names does not matter, except where an override stands between them.
+    """
     changes: list[str] = []
     parts: list[str] = []
-    for entry in entries:
-        if "=" in entry or "." in entry:
-            changes.append(entry)
+    for are_changes, group in groupby(entries, lambda entry: "=" in entry or "." in entry):
+        if are_changes:
+            changes.extend(group)
             continue
-        for name in entry.split("+"):
-            named = _known(name.strip()).overrides(model)
+        names = [name.strip() for entry in group for name in entry.split("+")]
+        for name in sorted(names, key=lambda name: not _known(name).replaces):
+            try:
+                named = _known(name).overrides(model)
+            except ConfigError as error:
+                if not parts:
+                    raise
+                raise _no_combination(name, "+".join(parts), error) from None
             changes.extend(named)
             try:
                 model = model.override([change.removeprefix("model.") for change in named])
             except ConfigError:  # a later name may fix this; if not, the whole list is refused at the end
                 continue
-            parts.append(name.strip())
+            parts.append(name)
             _refuse_undoing(parts, model)
     return changes
+
+
+def _no_combination(name: str, other: str, reason: ConfigError) -> ConfigError:
+    return ConfigError(f"{name!r} cannot be combined with {other!r}: {reason}")
 
 
 def changed(base: RunConfig, entries: Sequence[str]) -> RunConfig:
@@ -287,10 +323,13 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
     """Refuse a last name that overrides an earlier one: applying the names again must change nothing."""
     *earlier, last = names
     for name in earlier:
+        variant = _known(name)
         try:
-            named = _known(name).overrides(model)
-        except ConfigError:  # this name cannot be applied twice, because it replaced what it needs
-            continue
+            named = variant.overrides(model)
+        except ConfigError as error:
+            if variant.replaces:  # it cannot be applied twice, because it replaced what it needs
+                continue
+            raise _no_combination(name, last, error) from None
         undone = next((change for change in named if not holds(model, change.removeprefix("model."))), None)
         if undone is not None:
             key = undone.partition("=")[0]

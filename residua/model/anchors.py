@@ -156,6 +156,10 @@ class Unmixed(nn.Module):
         projections, anchors = self.mix_turned(projections, anchors)
         return _heads(projections), anchors
 
+    def mixing_products(self) -> int:
+        """Multiply-adds per token of a forward pass that mix heads of layers, beyond one for each parameter."""
+        return 0
+
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         """Mix anchors into the layer's own projections, before QK-norm and rotation; return both results, the mixed
         projections and the anchors for later layers.

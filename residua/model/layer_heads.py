@@ -42,6 +42,10 @@ class LayerMixture(Unmixed):
         with torch.no_grad():
             self.router[:, -self.heads :] = torch.eye(self.heads)
 
+    def mixing_products(self) -> int:
+        """Every weight multiplies the d channels of a key and of a value."""
+        return self.router.numel() * (2 * self.sections["k"][1] - 1)
+
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         anchors = (*anchors, own["k"], own["v"])
         routes = wide(self.router).split(self.heads, 1)
@@ -131,6 +135,15 @@ class LayerValues(Unmixed):
 
     pathways = ("k", "v")
 
+    def __init__(self, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.layer = place.layer
+
+    def mixing_products(self) -> int:
+        """A score and a weighted value for every layer so far."""
+        heads, dim = self.sections["k"]
+        return 2 * heads * dim * (self.layer + 1)
+
     def mix_turned(self, own: Projections, anchors: Anchors) -> tuple[Projections, Anchors]:
         v = mix_layers(own["q"], (*anchors[::2], own["k"]), (*anchors[1::2], own["v"]))
         return own | {"v": v}, (*anchors, own["k"], v)
@@ -150,4 +163,4 @@ def mix_layers(q: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) 
 
 def build_layer_values(config: choices.DepthAttention, place: LayerPlace) -> Unmixed:
     """Build the same module for every layer; the first attends only to itself."""
-    return LayerValues(place.sections)
+    return LayerValues(place)

@@ -12,6 +12,7 @@ from torch import nn
 
 from residua.config.model import ModelConfig
 from residua.machine import TooLarge, require_memory
+from residua.model.anchors import Unmixed
 from residua.model.body import Sublayer
 from residua.model.decoder import Decoder, build
 from residua.model.moe import MoE, mixtures
@@ -102,11 +103,12 @@ def size_of(model: Decoder) -> Size:
 
     Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
     multiply-add, three products (forward, two backward), half of the attention matrix masked. Heads whose keys and
-    values differ in width count with the mean of both. A layer counts as often as it runs.
+    values differ in width count with the mean of both. A layer counts as often as it runs. Mixtures of sources, streams
+    and heads of several layers add 6 × their `mixing_products`, since a weight there multiplies many channels.
     """
     config = model.config
     sublayers = cast(list[Sublayer], list(model.sublayers))
-    mixes = sum(_count(m) for n, m in model.named_modules() if n.endswith(".body.mix"))
+    mixes = sum(_count(mix) for mix in _mixes(model))
     total = _count(model)
     places = 0 if model.places is None else _count(model.places)
     embedding = _count(model.embed) + places
@@ -127,7 +129,8 @@ def size_of(model: Decoder) -> Size:
     attended = sum(config.mixers[layer].score_width(config.width) for layer in config.executed)
     runs, once = ([_count(s) - _table(s) for s in some] for some in (model.executions, sublayers))
     again = sum(runs) - sum(once)  # of layers that run several times
-    flops = 6 * (size.active + again) + round(6 * attended * config.context)
+    mixing = model.topology.mixing_products(config.width) + sum(mix.mixing_products() for mix in _mixes(model))
+    flops = 6 * (size.active + again + mixing) + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
 
 
@@ -153,15 +156,21 @@ def measure_work(config: ModelConfig) -> Work:
     """Count the work of a model in the stages of a pipeline, for sequences as long as its context."""
     model = shapes(config)
     moved = _junction_bytes(model)
-    junction = _count(model.topology) / config.sublayers
+    junction = (_count(model.topology) + model.topology.mixing_products(config.width)) / config.sublayers
     sublayers = []
     for k, sublayer in enumerate(model.sublayers):
         active = _count(sublayer) - _table(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
+        active += sum(mix.mixing_products() for mix in _mixes(sublayer))
         attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
         sublayers.append(6 * (active + junction + attended * config.context))
     head = model.embed if model.unembed is None else model.unembed
     executed = tuple(sublayers[j] + FLOPS_PER_BYTE * moved[k] for k, j in enumerate(model.order))
     return Work(6.0 * _count(model.anchors), executed, 6.0 * (_count(head) + _count(model.norm)), moved)
+
+
+def _mixes(part: nn.Module) -> Iterator[Unmixed]:
+    """The modules with which softmax layers mix or write anchors."""
+    return (module for module in part.modules() if isinstance(module, Unmixed))
 
 
 def _junction_bytes(model: Decoder) -> tuple[float, ...]:

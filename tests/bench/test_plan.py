@@ -213,6 +213,15 @@ def test_the_command_prints_meshes_and_how_to_launch_one(tmp_path: Path) -> None
     assert {p["parallel"]["pipeline"] for p in json.loads(out.read_text())["plans"]} == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("anchors", "moves"), [("lime", True), ("resformer", True), ("cla", False), ("prenorm", False)]
+)
+def test_the_command_says_that_times_ignore_bytes_of_anchors(anchors: str, moves: bool) -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny", anchors, "--gpus", "1"])
+    assert result.exit_code == 0, result.output
+    assert (f"step ms leaves out the bytes that anchors.kind = '{anchors}' moves" in result.output) == moves
+
+
 def test_the_command_names_the_nodes_and_the_engine() -> None:
     config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
     plans = plan(config, 16, H200, engines=True)

@@ -1,10 +1,13 @@
 """Short names stand for the rows of the papers' tables: on the paper's base, a name gives the paper's preset."""
 
+from itertools import combinations
+
 import pytest
 
+from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.config.variants import overrides
+from residua.config.variants import KNOWN, changed, overrides
 
 GRAINS = {"e": "", "h": "_headwise", "s": "_scalar"}
 PARTS = {"": "", "-qk": "_qk", "-vg": "_vg"}
@@ -111,3 +114,39 @@ def test_numbered_names_combine_and_conflict_like_others() -> None:
 def test_a_number_on_an_unnumbered_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a known variant"):
         topology(name)
+
+
+PAIRS = [("kv_source", "hybrid"), ("block4", "loop"), ("x0", "parcae"), ("xsa", "kimi"), ("nuresformer", "linear"),
+         ("linear", "hybrid"), ("glu", "moe"), ("lns", "gatednorm"), ("mgr", "mgr8")]  # fmt: skip
+ALL = [*combinations(KNOWN, 2)]
+
+
+@pytest.mark.parametrize("pairs", [PAIRS, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_the_order_of_names_does_not_matter(pairs: list[tuple[str, str]]) -> None:
+    """Both orders give the same model, or both are refused."""
+    base = RunConfig.find("mini")
+
+    def model(*names: str) -> ModelConfig | None:
+        try:
+            return changed(base, ["+".join(names)]).model
+        except ConfigError:
+            return None
+
+    assert not [pair for pair in pairs if model(*pair) != model(*reversed(pair))]
+
+
+@pytest.mark.parametrize(
+    "names", [["xsa+kimi"], ["kimi+xsa"], ["xsa", "kimi"], ["xsa", "train.steps=9", "kimi"]], ids=str
+)
+def test_a_name_without_its_part_is_refused_with_the_reason(names: list[str]) -> None:
+    words = (
+        r"'xsa' cannot be combined with 'kimi': own_value is a key of softmax attention, but attention\.softmax\.kind"
+    )
+    with pytest.raises(ConfigError, match=words):
+        overrides(names, RunConfig.find("mini").model)
+
+
+@pytest.mark.parametrize("name", ["exoformer+kimi", "kimi+exoformer"])
+def test_anchors_on_latent_attention_are_refused_as_such(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"anchors\.kind = 'exoformer' mixes keys and values per head"):
+        changed(RunConfig.find("mini"), [name])

@@ -66,8 +66,9 @@ def test_a_head_is_divided_only_if_that_balances_stages() -> None:
     assert [share.pieces for share in many] == [16] * 16 and head_ranks(many, 16) == [14, 15]
 
 
-def test_work_of_an_additive_model_is_its_flops() -> None:
-    model = RunConfig.find("mgr-s-prenorm").model
+@pytest.mark.parametrize("anchors", ["none", "lime", "depth_attention"])
+def test_work_of_an_additive_model_is_its_flops(anchors: str) -> None:
+    model = RunConfig.find("mgr-s-prenorm").override([f"model.anchors.kind={anchors}"]).model
     assert measure_work(model).total == pytest.approx(measure(model).flops_per_token, rel=1e-6)
 
 

@@ -55,6 +55,7 @@ EXTRA_NIGHTLY: Cases = {
     "gathered-loop": ("loop", {"shard": 2, "unit": "model"}),
     "dense": ("dense", INTERLEAVED),
     "values-of-all-layers": ("depth_attention", INTERLEAVED),
+    "shared-values": ("svformer", INTERLEAVED),
     "inside-a-block": ("block", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "inside-an-anchored-layer": ("nures", {"pipeline": 2, "cuts": [1]}),
     "half-a-head": ("additive", {"pipeline": 2, "cuts": [10], "pieces": 4}),

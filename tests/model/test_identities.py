@@ -13,6 +13,7 @@ from residua.errors import UserError
 from residua.model import taps
 from residua.model.norm import DyT, NoNorm
 from residua.model.topology import build_topology
+from residua.model.topology.gated_residual import EPS
 from tests.golden.compare import close
 from tests.model.depth import SMALL, drive, embedding_and_outputs, random_topology, reads_of
 from tests.model.small import small, tokens_and_targets
@@ -52,6 +53,28 @@ def test_hyper_connections_scale_up_initial_output_projections() -> None:
     assert abs(ratio.item() - math.sqrt(4)) < 0.05
     ratio = hyper.sublayers[1].body.up.weight.std() / plain.sublayers[1].body.up.weight.std()
     assert abs(ratio.item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_gated_residual_without_its_matrices_equals_pre_norm(streams: int) -> None:
+    """Without matrices inj is 1, and gains of 2 undo gates of a half: h is the mean of equal streams, normed."""
+    plain = residua.build(small(norm={"kind": "rmsnorm", "eps": EPS})).double()
+    gated = residua.build(small(topology={"kind": "gated_residual", "streams": streams})).double()
+    loaded = gated.load_state_dict(plain.state_dict(), strict=False)
+    assert all(name.startswith("topology.") for name in loaded.missing_keys)
+    with torch.no_grad():
+        for name, parameter in gated.topology.named_parameters():
+            parameter.fill_(2 if name.endswith("gain") else 0)
+    tokens, targets = tokens_and_targets()
+    losses = []
+    for model in (gated, plain):
+        losses.append(model(tokens, targets).mean())
+        losses[-1].backward()
+    close("loss", *losses, 1e-14)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in gated.named_parameters():
+        if not name.startswith("topology."):
+            close(name, parameter.grad, expected[name], 1e-12)
 
 
 @pytest.mark.parametrize("dilation", [1, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -176,6 +176,9 @@ class BlockAttnRes(Topology):
             by_reads=lambda read: partial(self._read_all, read),
         )
 
+    def mixing_products(self, width: int) -> int:
+        return read_products(self.reads, map(len, self.plan.sees), width)
+
     def _floor(self) -> Rows:
         """Each read over depth by itself, and the gradient of each source once.
 
@@ -217,6 +220,12 @@ class BlockAttnRes(Topology):
         sees = enumerate(self.plan.sees)
         positions = {k: [i for i, source in enumerate(sources) if empty[source]] for k, sources in sees}
         return sources_dropped(list(self.reads), positions)
+
+
+def read_products(reads: Iterable[nn.Module], sources: Iterable[int], width: int) -> int:
+    """Multiply-adds of reads: a score and a weighted sum of C channels for every source, less the reads' parameters."""
+    own = sum(p.numel() for read in reads for p in read.parameters())
+    return 2 * width * sum(sources) - own
 
 
 def block_names(size: int) -> SourceNames:
@@ -308,6 +317,9 @@ class BoundaryAttnRes(Topology):
         """A different `scale` moves into the queries."""
         same = begin_reads(self, old) and (not self.reads or self.block_size == old.block_size)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
+
+    def mixing_products(self, width: int) -> int:
+        return read_products(self.reads, range(2, len(self.reads) + 2), width)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return block_names(self.block_size)

@@ -89,6 +89,10 @@ class DenseFormer(Topology):
         step = ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
         return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=0.5)
 
+    def mixing_products(self, width: int) -> int:
+        """Every weight multiplies C channels."""
+        return (width - 1) * sum(len(alpha) for alpha in self.alphas.values())
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         def source(reader: int, source: int) -> str:
             layer = self._sources(reader // 2)[source]

@@ -67,6 +67,12 @@ class FracConnections(Topology):
         step = stream_rows(1).total * sublayers
         return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=2.0)
 
+    def mixing_products(self, width: int) -> int:
+        """Y and A multiply every slice m times, B once; dynamic maps multiply every slice."""
+        maps = [each.maps.weight for each in self.junctions if isinstance(each, DynamicSliceWeights)]
+        again = (self.fractions - 1) * sum(weight.numel() for weight in maps)
+        return width * len(self.junctions) * (2 * self.fractions + 1) + again
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(one_stream=False, source=lambda reader, source: f"slice {source}")
 

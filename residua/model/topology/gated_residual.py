@@ -68,6 +68,10 @@ class GatedResidual(Topology):
         floor, n = trace_rows(self, sublayers, width), self.streams
         return Costs(lambda: floor, (6 * n + 3 + 16 * n + 5) * sublayers, kept_widths=n)
 
+    def mixing_products(self, width: int) -> int:
+        """Every reader weights n streams, and all but the head write to them."""
+        return self.streams * width * (2 * len(self.reads) + 1)
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")
 

@@ -84,6 +84,10 @@ class Streams(Topology):
         share = 0.42 if self.streams <= 4 else 0.24
         return Costs(lambda: floor, floor.total, kept_widths=junction.forward - 1, bandwidth_share=share)
 
+    def mixing_products(self, width: int) -> int:
+        """A read, a write and a mix of n streams."""
+        return width * len(self.junctions) * self.streams * (self.streams + 2)
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}", lambda reader: reader % self.streams)
 
@@ -264,6 +268,12 @@ class HyperConnections(Streams):
         for new, theirs in pairs:
             take_parameters(new, theirs, but="maps")
         return InitFidelity.EXACTLY
+
+    def mixing_products(self, width: int) -> int:
+        """Dynamic maps multiply every stream."""
+        maps = (junction.maps for junction in self.junctions if isinstance(junction, DynamicJunction))
+        again = (self.streams - 1) * sum(p.numel() for part in maps for p in part.parameters() if p.dim())
+        return super().mixing_products(width) + again
 
 
 class SinglePassHyper(HyperConnections):

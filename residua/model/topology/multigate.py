@@ -178,6 +178,11 @@ class MultiGate(FromEmbedding):
         floor = add_rows([*filling, *[stream_rows(streams)] * (sublayers - self.fill)])
         return Costs(lambda: floor, floor.total, kept_widths=streams / 2 + 1)
 
+    def mixing_products(self, width: int) -> int:
+        """For every stream a gate's score, its update, a pool's score and its sum; parameters count w1 and w2 once."""
+        gated = width * (4 * (self.fill + 1) - 2) * len(self.gates)
+        return gated + width * sum(2 * (k + 2) - 1 for k in range(self.fill))
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")
 

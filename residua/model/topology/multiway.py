@@ -176,6 +176,10 @@ class Mudd(LayerReads):
             reads[way] = mixed.to(sources[-1].dtype)
         return reads["r"] if [*reads] == ["r"] else Reads(*(reads.get(way, sources[-1]) for way in "qkvr"))
 
+    def mixing_products(self, width: int) -> int:
+        """Every way weights all channels of every source."""
+        return width * sum(weights.static.numel() for weights in cast("list[DynamicWeights]", self.weights.values()))
+
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         names = super().source_names(sublayers)
         return SourceNames(source=names.source, initial=lambda reader: len(self.spans(reader // 2)) - 1)
@@ -246,6 +250,11 @@ class DeepCross(LayerReads):
             return sources
         first, between, oldest, *newest = sources
         return (first, between + oldest, *newest)
+
+    def mixing_products(self, width: int) -> int:
+        """Every way has two products of C channels with every source, but parameters count a product with w once."""
+        layers = range(self.layers + 1)
+        return width * sum(len(self.ways_of(layer)) * (len(self.spans(layer)) - 1) for layer in layers)
 
     def read(self, layer: int, sources: State) -> Input:
         selectors = cast("list[Selector]", [*cast(nn.ModuleDict, self.selectors[layer]).values()])
