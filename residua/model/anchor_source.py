@@ -59,9 +59,9 @@ class AnchorSource(nn.Module):
     shares_gradient: bool = True
     """Whether one backward pass may serve all layers that mix the anchors (`anchor_sharing.find_sharing`).
 
-    Code that replaces the `forward` of sublayers or bodies sets it to False. Recomputed sublayers store nothing whose
-    memory the gradients could reuse. Sublayers that share compiled code need inputs of equal structure, but each takes
-    a handle from them.
+    Code that replaces the `forward` of sublayers or bodies sets it to False; FSDP units pass no sharing at all.
+    Recomputed sublayers store nothing whose memory the gradients could reuse. Sublayers that share compiled code need
+    inputs of equal structure, but each takes a handle from them.
     """
 
     def open(self, x: Tensor, context: Context | None = None) -> Anchors:
