@@ -265,7 +265,9 @@ CHEAPER = ["anchors.mixing.kind=static", "topology.streams=2"]
         ("recommended-s-per-token", "main-s", "mgr_exo", [*CHEAPER, "ffn.hidden=2552"]),
     ],
 )
-def test_a_recommended_preset_follows_from_its_studies(preset: str, study: str, variant: str, changes: list[str]) -> None:
+def test_a_recommended_preset_follows_from_its_studies(
+    preset: str, study: str, variant: str, changes: list[str]
+) -> None:
     """But for `changes` to it that another study found nearly as good and faster."""
     saved = SavedStudy.read(ROOT / "docs" / "results" / f"{study}.json")
     (measured,) = (RunConfig(**model.config).model for model in saved.models if model.variant == variant)

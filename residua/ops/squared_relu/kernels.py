@@ -5,9 +5,9 @@
 Programs are persistent and loop over tiles; operands and results go through tensor descriptors (TMA), which also mask
 the part of a tile past the edge. The result is written in PARTS, so that one is written while the next is computed.
 
-With the kernels of `warp_specialization.py`, relu² in the products gained 27 ms of a step of L (docs/lab/kernels.md, "Gains of
-single parts", `residua bench step mgr-l-prenorm --micro-batch 16 --accumulate 4`). These run where Gluon is missing,
-and are not measured alone.
+With the kernels of `warp_specialization.py`, relu² in the products gained 27 ms of a step of L (docs/lab/kernels.md,
+"Gains of single parts", `residua bench step mgr-l-prenorm --micro-batch 16 --accumulate 4`). These run where Gluon is
+missing, and are not measured alone.
 """
 
 # mypy: ignore-errors
