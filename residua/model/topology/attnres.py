@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -174,10 +175,8 @@ class BlockAttnRes(Topology):
             junctions=[read_rows(len(sources)).total + 3 * grows for sources, grows in pairs],
             bandwidth_share=0.63,  # measured in training steps on an H200, docs/lab/ranks.md
             by_reads=lambda read: partial(self._read_all, read),
+            products=read_products(self.reads, map(len, self.plan.sees), width),
         )
-
-    def mixing_products(self, width: int) -> int:
-        return read_products(self.reads, map(len, self.plan.sees), width)
 
     def _floor(self) -> Rows:
         """Each read over depth by itself, and the gradient of each source once.
@@ -318,8 +317,9 @@ class BoundaryAttnRes(Topology):
         same = begin_reads(self, old) and (not self.reads or self.block_size == old.block_size)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
-    def mixing_products(self, width: int) -> int:
-        return read_products(self.reads, range(2, len(self.reads) + 2), width)
+    def costs(self, sublayers: int, width: int) -> Costs:
+        products = read_products(self.reads, range(2, len(self.reads) + 2), width)
+        return replace(super().costs(sublayers, width), products=products)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return block_names(self.block_size)

@@ -100,10 +100,6 @@ class Topology(nn.Module):
         floor = trace_rows(self, sublayers, width)
         return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
 
-    def mixing_products(self, width: int) -> int:
-        """Multiply-adds per token of a forward pass that mix sources or streams, beyond one for each parameter."""
-        return 0
-
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         """Names for diagnoses of the sources that readers weight; `sublayers` are the names of the sublayers."""
         return SourceNames()

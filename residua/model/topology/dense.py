@@ -87,11 +87,8 @@ class DenseFormer(Topology):
     def costs(self, sublayers: int, width: int) -> Costs:
         """Additions, and after some layers a sum over earlier outputs: X → Y; X, dY, dX → dX."""
         step = ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
-        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=0.5)
-
-    def mixing_products(self, width: int) -> int:
-        """Every weight multiplies C channels."""
-        return (width - 1) * sum(len(alpha) for alpha in self.alphas.values())
+        products = (width - 1) * sum(len(alpha) for alpha in self.alphas.values())  # every weight multiplies C channels
+        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=0.5, products=products)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         def source(reader: int, source: int) -> str:

@@ -44,7 +44,8 @@ class Costs:
     move in a training step. kept_widths: widths that a junction stores for the backward pass, besides the next
     sublayer's input. junctions: the rows of each in a pipeline's stages; None if all have the same share of `step`.
     bandwidth_share: the share of the copy bandwidth they reach in a step; the default if none was measured. by_reads:
-    makes junctions that call a given `Read`, to time other kernels; None without such reads.
+    makes junctions that call a given `Read`, to time other kernels; None without such reads. products: multiply-adds
+    per token of a forward pass that mix sources or streams, beyond one for each parameter.
     """
 
     floor: Callable[[], Rows]
@@ -53,6 +54,7 @@ class Costs:
     junctions: Sequence[float] | None = None
     bandwidth_share: float = 0.7
     by_reads: Callable[[Read], Junctions] | None = None
+    products: int = 0
 
     def in_stages(self, sublayers: int) -> Sequence[float]:
         """The rows that the junction after each sublayer moves in a pipeline's stages."""

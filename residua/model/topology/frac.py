@@ -65,9 +65,10 @@ class FracConnections(Topology):
     def costs(self, sublayers: int, width: int) -> Costs:
         """A compiled step fuses the junction of the one stream."""
         step = stream_rows(1).total * sublayers
-        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=2.0)
+        products = self._products(width)
+        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=2.0, products=products)
 
-    def mixing_products(self, width: int) -> int:
+    def _products(self, width: int) -> int:
         """Y and A multiply every slice m times, B once; dynamic maps multiply every slice."""
         maps = [each.maps.weight for each in self.junctions if isinstance(each, DynamicSliceWeights)]
         again = (self.fractions - 1) * sum(weight.numel() for weight in maps)

@@ -65,12 +65,9 @@ class GatedResidual(Topology):
         is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X is stored,
         and the scores are written again: 4 rows.
         """
-        floor, n = trace_rows(self, sublayers, width), self.streams
-        return Costs(lambda: floor, (6 * n + 3 + 16 * n + 5) * sublayers, kept_widths=n)
-
-    def mixing_products(self, width: int) -> int:
-        """Every reader weights n streams, and all but the head write to them."""
-        return self.streams * width * (2 * len(self.reads) + 1)
+        n, step = self.streams, (6 * self.streams + 3 + 16 * self.streams + 5) * sublayers
+        products = n * width * (2 * len(self.reads) + 1)  # readers weight n streams; all but the head write to them
+        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=n, products=products)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}")

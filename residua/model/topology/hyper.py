@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
@@ -82,11 +83,11 @@ class Streams(Topology):
         floor = add_rows([junction] * sublayers)
         # of the copy bandwidth, reached by two-pass and single-pass kernels on an H200 (docs/lab/kernels.md)
         share = 0.42 if self.streams <= 4 else 0.24
-        return Costs(lambda: floor, floor.total, kept_widths=junction.forward - 1, bandwidth_share=share)
-
-    def mixing_products(self, width: int) -> int:
-        """A read, a write and a mix of n streams."""
-        return width * len(self.junctions) * self.streams * (self.streams + 2)
+        products = (
+            width * len(self.junctions) * self.streams * (self.streams + 2)
+        )  # a read, a write and a mix of n streams
+        kept = junction.forward - 1
+        return Costs(lambda: floor, floor.total, kept_widths=kept, bandwidth_share=share, products=products)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return SourceNames(False, lambda reader, source: f"stream {source}", lambda reader: reader % self.streams)
@@ -269,11 +270,12 @@ class HyperConnections(Streams):
             take_parameters(new, theirs, but="maps")
         return InitFidelity.EXACTLY
 
-    def mixing_products(self, width: int) -> int:
+    def costs(self, sublayers: int, width: int) -> Costs:
         """Dynamic maps multiply every stream."""
         maps = (junction.maps for junction in self.junctions if isinstance(junction, DynamicJunction))
         again = (self.streams - 1) * sum(p.numel() for part in maps for p in part.parameters() if p.dim())
-        return super().mixing_products(width) + again
+        costs = super().costs(sublayers, width)
+        return replace(costs, products=costs.products + again)
 
 
 class SinglePassHyper(HyperConnections):

@@ -176,9 +176,10 @@ class MultiGate(FromEmbedding):
         streams = self.fill + 1
         filling = [pool_rows(k + 2) for k in range(self.fill)]
         floor = add_rows([*filling, *[stream_rows(streams)] * (sublayers - self.fill)])
-        return Costs(lambda: floor, floor.total, kept_widths=streams / 2 + 1)
+        products = self._products(width)
+        return Costs(lambda: floor, floor.total, kept_widths=streams / 2 + 1, products=products)
 
-    def mixing_products(self, width: int) -> int:
+    def _products(self, width: int) -> int:
         """For every stream a gate's score, its update, a pool's score and its sum; parameters count w1 and w2 once."""
         gated = width * (4 * (self.fill + 1) - 2) * len(self.gates)
         return gated + width * sum(2 * (k + 2) - 1 for k in range(self.fill))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -176,9 +177,10 @@ class Mudd(LayerReads):
             reads[way] = mixed.to(sources[-1].dtype)
         return reads["r"] if [*reads] == ["r"] else Reads(*(reads.get(way, sources[-1]) for way in "qkvr"))
 
-    def mixing_products(self, width: int) -> int:
+    def costs(self, sublayers: int, width: int) -> Costs:
         """Every way weights all channels of every source."""
-        return width * sum(weights.static.numel() for weights in cast("list[DynamicWeights]", self.weights.values()))
+        weights = cast("list[DynamicWeights]", self.weights.values())
+        return replace(super().costs(sublayers, width), products=width * sum(w.static.numel() for w in weights))
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         names = super().source_names(sublayers)
@@ -251,10 +253,11 @@ class DeepCross(LayerReads):
         first, between, oldest, *newest = sources
         return (first, between + oldest, *newest)
 
-    def mixing_products(self, width: int) -> int:
+    def costs(self, sublayers: int, width: int) -> Costs:
         """Every way has two products of C channels with every source, but parameters count a product with w once."""
         layers = range(self.layers + 1)
-        return width * sum(len(self.ways_of(layer)) * (len(self.spans(layer)) - 1) for layer in layers)
+        products = width * sum(len(self.ways_of(layer)) * (len(self.spans(layer)) - 1) for layer in layers)
+        return replace(super().costs(sublayers, width), products=products)
 
     def read(self, layer: int, sources: State) -> Input:
         selectors = cast("list[Selector]", [*cast(nn.ModuleDict, self.selectors[layer]).values()])
