@@ -181,7 +181,7 @@ def _in_flight(parallel: ParallelConfig, micro: int, rank: int) -> float:
 def activation_widths(config: RunConfig) -> tuple[float, float]:
     """Elements stored per token: for one layer, and once for the embedding, the final norm and the head."""
     model, width = config.model, config.model.width
-    depth = 2 * _costs(model).kept_widths * width
+    depth = 2 * _costs(model).kept(model.sublayers) * width
     if config.train.recompute == "sublayers":
         layer = 2 * width + depth
     else:
@@ -366,7 +366,7 @@ def depth_bytes(model: ModelConfig) -> float:
     Bytes of junctions that reach less than the full bandwidth are scaled up.
     """
     costs = _costs(model)
-    beyond = max(0.0, costs.step - ADDED_IN_NORM * model.sublayers)
+    beyond = max(0.0, costs.moved() - ADDED_IN_NORM * model.sublayers)
     return 2 * model.width * beyond / costs.bandwidth_share
 
 

@@ -16,7 +16,6 @@ from residua.model.anchors import Unmixed
 from residua.model.body import Sublayer
 from residua.model.decoder import Decoder, build
 from residua.model.moe import MoE, mixtures
-from residua.model.topology.base import Topology
 from residua.model.topology.facts import ADDED_IN_NORM
 
 FLOPS_PER_BYTE = 500e12 / 4.25e12
@@ -130,7 +129,8 @@ def size_of(model: Decoder) -> Size:
     attended = sum(config.mixers[layer].score_width(config.width) for layer in config.executed)
     runs, once = ([_count(s) - _table(s) for s in some] for some in (model.executions, sublayers))
     again = sum(runs) - sum(once)  # of layers that run several times
-    mixing = _mixing_products(model) + sum(mix.mixing_products() for mix in _mixes(model))
+    junctions = model.topology.costs(config.sublayers, config.width)
+    mixing = junctions.products + sum(mix.mixing_products() for mix in _mixes(model))
     flops = 6 * (size.active + again + mixing) + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
 
@@ -157,7 +157,8 @@ def measure_work(config: ModelConfig) -> Work:
     """Count the work of a model in the stages of a pipeline, for sequences as long as its context."""
     model = shapes(config)
     moved = _junction_bytes(model)
-    junction = (_count(model.topology) + _mixing_products(model)) / config.sublayers
+    products = model.topology.costs(config.sublayers, config.width).products
+    junction = (_count(model.topology) + products) / config.sublayers
     sublayers = []
     for k, sublayer in enumerate(model.sublayers):
         active = _count(sublayer) - _table(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
@@ -167,12 +168,6 @@ def measure_work(config: ModelConfig) -> Work:
     head = model.embed if model.unembed is None else model.unembed
     executed = tuple(sublayers[j] + FLOPS_PER_BYTE * moved[k] for k, j in enumerate(model.order))
     return Work(6.0 * _count(model.anchors), executed, 6.0 * (_count(head) + _count(model.norm)), moved)
-
-
-def _mixing_products(model: Decoder) -> int:
-    """The products of a topology's costs; the default costs, which trace the junctions, have none."""
-    traced = type(model.topology).costs is Topology.costs
-    return 0 if traced else model.topology.costs(model.config.sublayers, model.config.width).products
 
 
 def _mixes(part: nn.Module) -> Iterator[Unmixed]:

@@ -294,7 +294,7 @@ def test_a_topology_without_a_stated_cost_is_measured() -> None:
     )
     assert Topology.costs(streams, 6, 32).floor() == streams.costs(6, 32).floor() == (10 * 6, 15 * 6)
     costs = highway.costs(6, 32)
-    assert costs.floor() == (3 * 6, 5 * 6) and costs.kept_widths == 2
+    assert costs.floor() == (3 * 6, 5 * 6) and costs.moved() == 48 and costs.kept(6) == 2
     with torch.device("meta"):
         shapes = build_topology(choices.ManifoldHyper(), 6, 32)
     traced, stated = Topology.costs(shapes, 6, 32).floor(), shapes.costs(6, 32).floor()

@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,8 @@ class Topology(nn.Module):
         return None
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """The cost of the junctions in training; the default runs them on tensors without memory to count it."""
-        floor = trace_rows(self, sublayers, width)
-        return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
+        """The cost of the junctions in training; the default runs them on tensors without memory, when asked."""
+        return Costs(cache(lambda: trace_rows(self, sublayers, width)))
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         """Names for diagnoses of the sources that readers weight; `sublayers` are the names of the sublayers."""

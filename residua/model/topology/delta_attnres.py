@@ -54,7 +54,7 @@ class DeltaAttnRes(BlockAttnRes):
         reads, added = super().costs(sublayers, width), Rows(5, 3)
         floor = add_rows([reads.floor(), *[added] * sublayers])
         junctions = [rows + added.total for rows in (*reads.in_stages(sublayers), 0.0)]
-        step = reads.step + added.total * sublayers
+        step = reads.moved() + added.total * sublayers
         return replace(reads, floor=lambda: floor, step=step, junctions=junctions, by_reads=None)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:

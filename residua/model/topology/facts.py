@@ -41,24 +41,33 @@ class Costs:
     """The cost of all junctions of a topology in training.
 
     floor: the fewest rows they can move if each reads its state from memory and writes it back. step: the rows they
-    move in a training step. kept_widths: widths that a junction stores for the backward pass, besides the next
-    sublayer's input. junctions: the rows of each in a pipeline's stages; None if all have the same share of `step`.
-    bandwidth_share: the share of the copy bandwidth they reach in a step; the default if none was measured. by_reads:
-    makes junctions that call a given `Read`, to time other kernels; None without such reads. products: multiply-adds
-    per token of a forward pass that mix sources or streams, beyond one for each parameter.
+    move in a training step; None if they are those of the floor. kept_widths: widths that a junction stores for the
+    backward pass, besides the next sublayer's input; None if that is all it writes. junctions: the rows of each in a
+    pipeline's stages; None if all have the same share of `step`. bandwidth_share: the share of the copy bandwidth they
+    reach in a step; the default if none was measured. by_reads: makes junctions that call a given `Read`, to time other
+    kernels; None without such reads. products: multiply-adds per token of a forward pass that mix sources or streams,
+    beyond one for each parameter.
     """
 
     floor: Callable[[], Rows]
-    step: float
-    kept_widths: float
+    step: float | None = None
+    kept_widths: float | None = None
     junctions: Sequence[float] | None = None
     bandwidth_share: float = 0.7
     by_reads: Callable[[Read], Junctions] | None = None
     products: int = 0
 
+    def moved(self) -> float:
+        """The rows that all junctions move in a training step."""
+        return self.floor().total if self.step is None else self.step
+
+    def kept(self, sublayers: int) -> float:
+        """Widths that a junction stores for the backward pass, besides the next sublayer's input."""
+        return self.floor().forward / sublayers - 1 if self.kept_widths is None else self.kept_widths
+
     def in_stages(self, sublayers: int) -> Sequence[float]:
         """The rows that the junction after each sublayer moves in a pipeline's stages."""
-        return [self.step / sublayers] * sublayers if self.junctions is None else self.junctions
+        return [self.moved() / sublayers] * sublayers if self.junctions is None else self.junctions
 
 
 def add_rows(parts: Iterable[Rows]) -> Rows:
