@@ -46,6 +46,8 @@ QUIET = "GPU_JOBS_FOLDER"
 """The environment variable that names the folder of logs to the commands of jobs."""
 LOCK = "quiet.lock"
 """The file in this folder that a timing process locks while others are stopped."""
+SHARED = "CUDA_MPS_PIPE_DIRECTORY"
+"""The variable with which kernels of several processes run at the same time, by NVIDIA's MPS. Timings do without it."""
 SETTLE = 1.5
 """Seconds for launched work of stopped processes to end."""
 
@@ -279,6 +281,8 @@ def timings_alone(folder: Path) -> Iterator[Quiet]:
 
 def main() -> None:
     """Run a file of jobs, or, as their commands do, residua or one of its modules with timings alone."""
+    if sys.argv[1:3] == ["residua", "bench"] or sys.argv[1:2] == ["-m"]:
+        os.environ.pop(SHARED, None)
     if sys.argv[1:2] == ["residua"]:
         sys.argv[:2] = ["residua"]
         from residua.cli.main import main as residua
