@@ -9,7 +9,7 @@ each job:
     run = "residua data prepare corpus.jsonl --out text"
 
     [step-s]
-    run = "residua bench step s --rounds 4 --compare 'prenorm,mgr,mgr env:RESIDUA_GRAPH_UPDATE=1' --out step-s.json"
+    run = "residua bench step s --rounds 4 --compare 'exoformer,exoformer env:NAME=1' --out step-s.json"
     memory = 60             # GiB that it reserves on the GPU; it starts once they are free, in the order of the file
 
     [study]

@@ -1,11 +1,11 @@
 """Time every variant's step in isolation once its runs are complete, since concurrent runs slow each other down.
 
 One process times all variants of a size in turn, exactly as `residua train` would run them. It stores a record per
-model and device under `timings/`; speeds of different devices are never compared. A variant alternates with the
-baseline, both already compiled, and its record is the mean ratio over ten rounds: if the machine speeds up or slows
-down meanwhile, both change. If the baseline's speed differs from an earlier session, all variants are timed again.
-`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, starts that process; `python -m
-residua.study.timing CONFIG.toml` starts the process of one model.
+model and device under `timings/`; speeds of different devices are never compared. On a GPU, some variants compile at
+the same time, before any of them is timed. A variant alternates with the baseline, and its record is the mean ratio
+over ten rounds: if the machine speeds up or slows down meanwhile, both change. If the baseline's speed differs from an
+earlier session, all variants are timed again. `python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the
+baseline first, starts that process; `python -m residua.study.timing CONFIG.toml` starts the process of one model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,6 +47,8 @@ SECONDS = 4.0
 MOST_STEPS = 200
 """The most steps in one turn."""
 WARMUP = 5
+AT_ONCE = 8
+"""The most models that compile at the same time on a GPU, and that its memory holds then, besides the baseline's."""
 ROUNDS = 10
 """Turns of a variant and the baseline; the error comes from their ratios."""
 MAX_DRIFT = 0.03
@@ -244,37 +247,40 @@ def _signature(config: RunConfig) -> str:
 
 
 class Timer:
-    """A compiled model that waits in its own process."""
+    """A model in its own process, where it compiles until `wait` returns."""
 
     def __init__(self, config: RunConfig, turn: Turn) -> None:
         self.config, self._turn = config, turn
-        first = turn.answer()
-        if "problem" in first:
-            raise MemoryError(first["problem"])
-        self.memory_gib: float | None = first["memory_gib"]
-        self._step = statistics.median(turn.ask(WARMUP))
+        self.memory_gib: float | None = None
+        self._step: float | None = None
+
+    def wait(self) -> None:
+        """Return once the model is compiled; raise MemoryError if it does not fit. A failed process shows its log."""
+        try:
+            first = self._turn.answer()
+            if "problem" in first:
+                raise MemoryError(first["problem"])
+        except (UserError, MemoryError):
+            print(self._turn.log.read_text(errors="replace"), end="", file=sys.stderr)
+            raise
+        self.memory_gib = first["memory_gib"]
 
     def __call__(self, seconds: float) -> list[float]:
         """Time steps for about this long; returns the seconds of each."""
+        if self._step is None:
+            self._step = statistics.median(self._turn.ask(WARMUP))
         return self._turn.ask(max(1, min(round(seconds / self._step), MOST_STEPS)))
 
 
 @contextmanager
 def open_model(path: Path) -> Iterator[Timer]:
-    """Open a configuration file's model in a process that ends with the block; show its log if it fails."""
+    """Start the process of a configuration file's model; it ends with the block."""
     from residua.train.turns import open_turn
 
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        log = Path(folder) / "log"
-        try:
-            turn = stack.enter_context(
-                open_turn(path.stem, python_command("-m", "residua.study.timing", str(path)), log)
-            )
-            timer = Timer(RunConfig.from_toml(path), turn)
-        except (UserError, MemoryError):
-            print(log.read_text(errors="replace"), end="", file=sys.stderr)
-            raise
-        yield timer
+    with TemporaryDirectory() as folder:
+        command = python_command("-m", "residua.study.timing", str(path))
+        with open_turn(path.stem, command, Path(folder) / "log") as turn:
+            yield Timer(RunConfig.from_toml(path), turn)
 
 
 def time_rounds(ours: Timer, baseline: Timer | None, seconds: float) -> list[Round]:
@@ -342,55 +348,94 @@ class Session:
             what = f"{name}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
         print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
 
-    def time_variant(self, path: Path, file: Path) -> None:
-        """Time a model that has no timing on this device, alternating with the baseline."""
-        if _timed_here(path, file) is not None:
-            return
+    def time_variants(self, models: Sequence[tuple[Path, Path]]) -> None:
+        """Time the models that have no timing on this device, each alternating with the baseline."""
+        models = [(path, file) for path, file in models if _timed_here(path, file) is None]
         if not self._comparable:
-            print(f"{path.stem}: not timed, since the baseline could not be timed", file=sys.stderr)
+            for path, _ in models:
+                print(f"{path.stem}: not timed, since the baseline could not be timed", file=sys.stderr)
             return
-        if (timing := self._tried(path, self._in_turns)) is not None:
+        at_once = _compile_at_once(self._path)
+        for first in range(0, len(models), at_once):
+            self._time_group(models[first : first + at_once])
+
+    def _time_group(self, group: Sequence[tuple[Path, Path]]) -> None:
+        """Compile models at the same time, then time each in turn; afterwards those that did not fit."""
+        crowded = []
+        with ExitStack() as opened:
+            models = {path: opened.enter_context(open_model(path)) for path, _ in group}
+            problems = {path: _problem(model) for path, model in models.items()}
+            for path, file in group:
+                if isinstance(problems[path], MemoryError) and (len(group) > 1 or self._model is not None):
+                    crowded.append((path, file))
+                else:
+                    self._record(path, file, partial(self._in_turns, models[path], problems[path]))
+        for path, file in crowded:
+            if len(group) > 1:
+                self._time_group([(path, file)])
+            else:
+                self._record(path, file, partial(self._one_by_one, path))
+
+    def _record(self, path: Path, file: Path, measure: Callable[[], StepTiming]) -> None:
+        if (timing := self._tried(path, measure)) is not None:
             _add(file, timing)
             print(f"{path.stem}: {_in_words(timing)}", flush=True)
 
-    def _alone(self, path: Path) -> StepTiming:
+    def _alone(self) -> StepTiming:
         """Time the baseline, and keep its process open."""
-        self._model = model = self._running.enter_context(open_model(path))
+        with ExitStack() as opened:
+            model = opened.enter_context(open_model(self._path))
+            model.wait()
+            self._running.push(opened.pop_all())
+        self._model = model
         return summarize(model.config, time_rounds(model, None, self._seconds), None, model.memory_gib)
 
-    def _in_turns(self, path: Path) -> StepTiming:
+    def _in_turns(self, ours: Timer, problem: Exception | None) -> StepTiming:
+        if problem is not None:
+            raise problem
         recorded = _timed_here(self._path, self._file) if self._model else None
-        try:
-            with open_model(path) as ours:
-                return summarize(ours.config, time_rounds(ours, self._model, self._seconds), recorded, ours.memory_gib)
-        except MemoryError:
-            if self._model is None:
-                raise
-        return self._one_by_one(path, recorded)
+        return summarize(ours.config, time_rounds(ours, self._model, self._seconds), recorded, ours.memory_gib)
 
-    def _one_by_one(self, path: Path, recorded: StepTiming | None) -> StepTiming:
+    def _one_by_one(self, path: Path) -> StepTiming:
         """Time the baseline, this model, the baseline again: both at once do not fit. The drift enters the error."""
         assert self._model is not None
+        recorded = _timed_here(self._path, self._file)
         before = [each.ours for each in time_rounds(self._model, None, self._seconds)]
         self._running.close()
         self._model = None
         with open_model(path) as ours:
+            ours.wait()
             rounds = time_rounds(ours, None, self._seconds)
         self._model = self._running.enter_context(open_model(self._path))
+        self._model.wait()
         after = [each.ours for each in time_rounds(self._model, None, self._seconds)]
         pairs = [Round(b + a, o.ours) for b, o, a in zip(before, rounds, after, strict=True)]
         timing = summarize(ours.config, pairs, recorded, ours.memory_gib)
         drift = math.log(statistics.median(chain.from_iterable(after)) / statistics.median(chain.from_iterable(before)))
         return timing.model_copy(update={"error": math.hypot(timing.error, drift)})
 
-    def _tried(self, path: Path, measure: Callable[[Path], StepTiming]) -> StepTiming | None:
+    def _tried(self, path: Path, measure: Callable[[], StepTiming]) -> StepTiming | None:
         try:
-            return measure(path)
+            return measure()
         except (RuntimeError, MemoryError, ValueError) as problem:  # includes a process that died
             failure = describe(problem)
             print(f"{path.stem}: {failure.sentence}\n{failure.trace}", end="", file=sys.stderr)
             self.failed = True
             return None
+
+
+def _problem(model: Timer) -> Exception | None:
+    """Wait until a model is compiled; returns its problem, to report in its turn."""
+    try:
+        model.wait()
+    except (RuntimeError, MemoryError, ValueError) as problem:
+        return problem
+    return None
+
+
+def _compile_at_once(path: Path) -> int:
+    """How many models may compile at the same time; on a CPU, each would slow the others down."""
+    return AT_ONCE if choose_device(RunConfig.from_toml(path).train.device, "train.device").type == "cuda" else 1
 
 
 def _timed_here(path: Path, file: Path) -> StepTiming | None:
@@ -435,8 +480,7 @@ def main(arguments: Sequence[str]) -> int:
     with stop_as_exception(), ExitStack() as running:
         session = Session(float(seconds), pairs[0], running)
         session.time_baseline(others=[file for _, file in pairs[1:]])
-        for path, file in pairs[1:]:
-            session.time_variant(path, file)
+        session.time_variants(pairs[1:])
     return int(session.failed)
 
 

@@ -10,7 +10,7 @@ The order of `Step.__call__` on one process:
    - `_backward`: adds its gradients to those of earlier micro-batches.
    In FP8, weights are rounded before the first micro-batch; before the first step, extra passes measure the ranges.
 3. `_update` clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
-   update the masters, and drops the gradients. With RESIDUA_GRAPH_UPDATE=1 it replays a CUDA graph, too.
+   update the masters, and drops the gradients. Where passes replay CUDA graphs, so does the update.
 
 `distributed.step` overrides the methods with a leading underscore for several ranks. Nothing here waits for the GPU:
 losses and norms are summed on the device, and `totals` reads the sums when asked.
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
-GRAPH_UPDATE = "RESIDUA_GRAPH_UPDATE"
 LOGITS = 1024
 """Tokens whose logits are in memory at once when per-token losses are computed."""
 
@@ -316,9 +315,7 @@ class Step:
         return passes, self._build_graphed_update(passes)
 
     def _build_graphed_update(self, passes: GraphedPass | None) -> GraphedUpdate | None:
-        if passes is None or os.environ.get(GRAPH_UPDATE) != "1":
-            return None
-        return GraphedUpdate(self._descend, passes)
+        return GraphedUpdate(self._descend, passes) if passes is not None else None
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
         """The loss function of a micro-batch."""

@@ -49,7 +49,12 @@ class Waiting:
 
     config: RunConfig
     step: Callable[[], float]
+    too_large: bool = False
     memory_gib: float | None = None
+
+    def wait(self) -> None:
+        if self.too_large:
+            raise MemoryError("out of memory")
 
     def __call__(self, seconds: float) -> list[float]:
         return [self.step()]
@@ -78,10 +83,9 @@ class Timed:
     def open(self, path: Path) -> Iterator[Timer]:
         config = RunConfig.from_toml(path)
         kind = config.model.topology.kind
-        if kind in self.too_large:
-            raise MemoryError("out of memory")
-        self.calls.append(kind)
-        yield cast(Timer, Waiting(config, partial(self.step, kind)))
+        if kind not in self.too_large:
+            self.calls.append(kind)
+        yield cast(Timer, Waiting(config, partial(self.step, kind), kind in self.too_large))
 
     def step(self, kind: str) -> float:
         self.seconds *= self.slower
@@ -248,12 +252,14 @@ def test_model_too_large_to_share_memory_is_timed_in_between(timed: Timed, monke
 
     @contextmanager
     def open(path: Path) -> Iterator[Timer]:
-        if running:
-            raise MemoryError("out of memory")
+        calls = [*timed.calls]
         with timed.open(path) as model:
+            cast(Waiting, model).too_large = bool(running)
+            if running:
+                timed.calls[:] = calls
             running.append(path.stem)
             yield model
-            running.clear()
+            running.remove(path.stem)
 
     monkeypatch.setattr(timing, "open_model", open)
     assert timed.time() == ["additive", "multi_gate", "additive"]
@@ -262,6 +268,41 @@ def test_model_too_large_to_share_memory_is_timed_in_between(timed: Timed, monke
     timed.slower = 1.01
     timed.time()
     assert timed.recorded["tiny", "mgr"]["H200"].error == pytest.approx(math.log(1.01) * 2 * ROUNDS, rel=0.1)
+
+
+def test_variants_compile_at_once_then_alone_if_one_does_not_fit(
+    timed: Timed, chosen: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed.study(chosen(variants=["prenorm", "mgr", "exoformer"]))
+    monkeypatch.setattr(timing, "_compile_at_once", lambda path: 2)
+    running: list[str] = []
+    events: list[str] = []
+
+    @dataclass
+    class Crowded(Waiting):
+        def wait(self) -> None:
+            events.append(f"wait, {len(running)} running")
+            if len(running) > 2 and len(events) > 3:
+                raise MemoryError("out of memory")
+
+        def __call__(self, seconds: float) -> list[float]:
+            if events[-1] != self.config.model.topology.kind:
+                events.append(self.config.model.topology.kind)
+            return super().__call__(seconds)
+
+    @contextmanager
+    def open(path: Path) -> Iterator[Timer]:
+        config = RunConfig.from_toml(path)
+        running.append(path.stem)
+        yield cast(Timer, Crowded(config, partial(timed.step, "multi_gate" if path.stem == "mgr" else "additive")))
+        running.remove(path.stem)
+
+    monkeypatch.setattr(timing, "open_model", open)
+    timed.time()
+    assert timed.medians == {"prenorm": 1.0, "mgr": 2.0, "exoformer": 1.0}
+    waits = [event for event in events if event.startswith("wait")]
+    assert waits == ["wait, 1 running", "wait, 3 running", "wait, 3 running", "wait, 2 running"]
+    assert events[2] == waits[1] and events[3] == waits[2], "no model is timed while another one compiles"
 
 
 def test_a_session_stopped_early_keeps_its_timings(timed: Timed, chosen: Choose) -> None:

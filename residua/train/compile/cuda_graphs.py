@@ -128,9 +128,8 @@ class GraphedUpdate:
 
     Launched one by one, its some hundred short kernels take the host longer than a pass of a small model takes the GPU.
     Learning rates and bias corrections are copied to the device before each replay. The graph shares the memory of the
-    passes, which never run at the same time. Off by default, since a step takes 0.989 times as long with 6 layers of
-    256, and 1.007 at S (docs/lab/kernels.md, "The update of small models", `RESIDUA_GRAPH_UPDATE=1 residua bench step
-    mgr-s-prenorm`). With 8,192 words it is not measured.
+    passes, which never run at the same time. A step takes 0.880 times as long with 6 layers of 256 and 8,192 words,
+    0.990 times with 8 of 384, and no less with `mini` and S (docs/lab/kernels.md, "The update of small models").
     """
 
     def __init__(self, run: Callable[[Sequence[Numbers]], Tensor], passes: GraphedPass) -> None:

@@ -6,7 +6,7 @@ import torch
 import residua
 from residua.config.run import RunConfig
 from residua.data.loader import Batch
-from residua.train.step import GRAPH_UPDATE, Step, arithmetic, build_step
+from residua.train.step import Step, arithmetic, build_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -107,8 +107,9 @@ def test_replayed_steps_balance_experts_like_ordinary_ones():
 def test_replayed_updates_are_bit_identical_to_ordinary_ones(changes, monkeypatch):
     """While the learning rate changes, after an update without a graph, and in a second run of the same process."""
     found = []
-    for chosen in ("0", "1"):
-        monkeypatch.setenv(GRAPH_UPDATE, chosen)
+    graphed = Step._build_graphed_update
+    for build in (lambda step, passes: None, graphed):
+        monkeypatch.setattr(Step, "_build_graphed_update", build)
         config, step = warmed_up(*changes)
         for seed in range(STEPS + 2):
             step(batches(config, seed, sequence=17 if seed == 4 else None), 1 / (1 + seed))
