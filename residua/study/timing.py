@@ -48,7 +48,9 @@ MOST_STEPS = 200
 """The most steps in one turn."""
 WARMUP = 5
 AT_ONCE = 8
-"""The most models that compile at the same time on a GPU, and that its memory holds then, besides the baseline's."""
+"""The most models that compile at the same time on a GPU, where they then wait in its memory."""
+ROOM = 2.0
+"""Memory set aside for each of them, as a multiple of the baseline's peak."""
 ROUNDS = 10
 """Turns of a variant and the baseline; the error comes from their ratios."""
 MAX_DRIFT = 0.03
@@ -355,7 +357,7 @@ class Session:
             for path, _ in models:
                 print(f"{path.stem}: not timed, since the baseline could not be timed", file=sys.stderr)
             return
-        at_once = _compile_at_once(self._path)
+        at_once = _compile_at_once(self._model)
         for first in range(0, len(models), at_once):
             self._time_group(models[first : first + at_once])
 
@@ -433,9 +435,14 @@ def _problem(model: Timer) -> Exception | None:
     return None
 
 
-def _compile_at_once(path: Path) -> int:
-    """How many models may compile at the same time; on a CPU, each would slow the others down."""
-    return AT_ONCE if choose_device(RunConfig.from_toml(path).train.device, "train.device").type == "cuda" else 1
+def _compile_at_once(baseline: Timer | None) -> int:
+    """How many models may compile at the same time beside the baseline; on a CPU each would slow the others down."""
+    if baseline is None or baseline.memory_gib is None:
+        return 1
+    import torch
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+    return max(1, min(AT_ONCE, int(memory / (ROOM * baseline.memory_gib)) - 1))
 
 
 def _timed_here(path: Path, file: Path) -> StepTiming | None:
