@@ -436,7 +436,7 @@ def _problem(model: Timer) -> Exception | None:
 
 
 def _compile_at_once(baseline: Timer | None) -> int:
-    """How many models may compile at the same time beside the baseline; on a CPU each would slow the others down."""
+    """How many models may compile at the same time; on a CPU each would slow the others down."""
     if baseline is None or baseline.memory_gib is None:
         return 1
     import torch
