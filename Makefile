@@ -35,7 +35,7 @@ tests: setup browser  ## what `make test` runs after lint and types
 fast: setup
 	$(PYTEST) -n 2 -m "not slow and not nightly"
 
-demo: setup  ## does a depth architecture pay? three seeds on this machine's CPU, in under four minutes
+demo: setup  ## does a depth architecture pay? three seeds on this machine's CPU, in four minutes
 	$(BIN)/residua compare --demo
 	@echo
 	@echo 'To call residua in this shell:  source $(BIN)/activate'

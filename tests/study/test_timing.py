@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -303,6 +304,17 @@ def test_variants_compile_at_once_then_alone_if_one_does_not_fit(
     waits = [event for event in events if event.startswith("wait")]
     assert waits == ["wait, 1 running", "wait, 3 running", "wait, 3 running", "wait, 2 running"]
     assert events[2] == waits[1] and events[3] == waits[2], "no model is timed while another one compiles"
+
+
+@pytest.mark.parametrize(("peak", "at_once"), [(None, 1), (1.0, 8), (10.0, 6), (31.0, 1), (100.0, 1)])
+def test_as_many_models_compile_as_memory_holds(
+    peak: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30))
+    baseline = Waiting(RunConfig.find("tiny"), lambda: 1.0, memory_gib=peak)
+    assert timing._compile_at_once(cast(Timer, baseline)) == at_once
+    assert timing._compile_at_once(None) == 1
 
 
 def test_a_session_stopped_early_keeps_its_timings(timed: Timed, chosen: Choose) -> None:
