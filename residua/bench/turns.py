@@ -46,6 +46,9 @@ def bench_turns(
             for child, first, times in zip(turns, firsts, seconds, strict=True):
                 if "problem" not in first:
                     times += child.ask(steps)
+        for case, child in zip(cases, turns, strict=True):
+            for warning in child.warnings():
+                tell(f"{case.name}: {warning}")
         return [_result(*of) for of in zip(cases, turns, firsts, seconds, strict=True)]
 
 

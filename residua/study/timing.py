@@ -267,6 +267,10 @@ class Timer:
             raise
         self.memory_gib = first["memory_gib"]
 
+    def warnings(self) -> list[str]:
+        """The warnings of its process that it runs without a CUDA graph."""
+        return self._turn.warnings()
+
     def __call__(self, seconds: float) -> list[float]:
         """Time steps for about this long; returns the seconds of each."""
         if self._step is None:
@@ -371,7 +375,7 @@ class Session:
                 if isinstance(problems[path], MemoryError) and (len(group) > 1 or self._model is not None):
                     crowded.append((path, file))
                 else:
-                    self._record(path, file, partial(self._in_turns, models[path], problems[path]))
+                    self._record(path, file, partial(self._in_turns, path, models[path], problems[path]))
         for path, file in crowded:
             if len(group) > 1:
                 self._time_group([(path, file)])
@@ -392,11 +396,14 @@ class Session:
         self._model = model
         return summarize(model.config, time_rounds(model, None, self._seconds), None, model.memory_gib)
 
-    def _in_turns(self, ours: Timer, problem: Exception | None) -> StepTiming:
+    def _in_turns(self, path: Path, ours: Timer, problem: Exception | None) -> StepTiming:
         if problem is not None:
             raise problem
         recorded = _timed_here(self._path, self._file) if self._model else None
-        return summarize(ours.config, time_rounds(ours, self._model, self._seconds), recorded, ours.memory_gib)
+        rounds = time_rounds(ours, self._model, self._seconds)
+        for warning in ours.warnings():
+            print(f"{path.stem}: {warning}", flush=True)
+        return summarize(ours.config, rounds, recorded, ours.memory_gib)
 
     def _one_by_one(self, path: Path) -> StepTiming:
         """Time the baseline, this model, the baseline again: both at once do not fit. The drift enters the error."""

@@ -9,6 +9,7 @@ the end with memory and loss.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from residua.train.step import Step
 from residua.train.timing import first_step, peak_memory_gib, time_each
 
 ANSWER = "ANSWER "
+UNGRAPHED = re.compile(r"this \w+ cannot be captured as a CUDA graph.*")
+"""A warning of `compile.cuda_graphs`: what was timed is slower than it could be."""
 PATIENCE = 5.0
 """Seconds that a process has to clean up before it is killed."""
 
@@ -48,6 +51,10 @@ class Turn:
         with suppress(BrokenPipeError):
             self.child.stdin.close()
         return self.answer()  # type: ignore[no-any-return]
+
+    def warnings(self) -> list[str]:
+        """The warnings of this process that it runs without a CUDA graph."""
+        return UNGRAPHED.findall(self.log.read_text(errors="replace"))
 
     def answer(self) -> Any:
         """The next answer; skips output of libraries in between."""

@@ -159,7 +159,7 @@ def test_committed_jobs_name_settings_that_exist(name: str) -> None:
                     read_cases(base, re.sub(r" env:\S+", "", cases).split(","))
 
 
-@pytest.mark.parametrize(("name", "variants"), [("finalists", 3), ("strong", 5)])
+@pytest.mark.parametrize(("name", "variants"), [("finalists", 2), ("strong", 5)])
 def test_committed_parts_of_studies_exist(name: str, variants: int) -> None:
     study = StudyConfig.from_toml(ROOT / "docs/lab/jobs" / f"{name}.toml")
     assert len(study.variants) == variants and study.baseline == "prenorm"

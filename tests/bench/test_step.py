@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from warnings import formatwarning
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
+from residua.train.compile import cuda_graphs
 from residua.train.timing import random_batches, release_memory
+from residua.train.turns import Turn
 from tests.bench.conftest import MODEL, RECIPE
 
 CPU = torch.device("cpu")
@@ -98,6 +101,16 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     release_memory(CPU)
     assert resets == [1]
+
+
+def test_timed_process_without_a_cuda_graph_says_so(tmp_path):
+    log = tmp_path / "log"
+    with pytest.warns(UserWarning) as warned:
+        cuda_graphs._warn("update", RuntimeError("operation not permitted\nwhen stream is capturing"))
+    log.write_text(f"compiling\n{formatwarning(warned[0].message, UserWarning, __file__, 1)}")
+    assert Turn("mgr", None, log).warnings() == [str(warned[0].message)]
+    log.write_text("nothing to say\n")
+    assert Turn("mgr", None, log).warnings() == []
 
 
 @pytest.mark.nightly
