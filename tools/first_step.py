@@ -5,14 +5,18 @@ python tools/first_step.py mgr-s-prenorm train.accumulate=1 train.compile=layers
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 
 
 def main() -> None:
     """Build the step of a preset, run it once, and print clock, seconds and calls, the longest first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("changes", nargs="*", metavar="SECTION.KEY=VALUE")
+    given = parser.parse_args()
     with TemporaryDirectory() as empty, ExitStack() as open_ranks:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
         os.environ["XDG_CACHE_HOME"] = empty
@@ -25,10 +29,10 @@ def main() -> None:
         from residua.machine import choose_device
         from residua.train.timing import first_step
 
-        config = changed(RunConfig.find(sys.argv[1]), sys.argv[2:])
+        config = changed(RunConfig.find(given.preset), given.changes)
         device = choose_device(config.train.device, "train.device")
         _, seconds = first_step(build_case(Case("first", config), device, open_ranks), config)
-        print(f"{seconds:8.2f} s  the first step of {' '.join(sys.argv[1:])} on {device}")
+        print(f"{seconds:8.2f} s  the first step of {' '.join([given.preset, *given.changes])} on {device}")
         for name, times in sorted(compilation_time_metrics.items(), key=lambda pair: -sum(pair[1])):
             print(f"{sum(times):8.2f} s  {len(times):5}  {name}")
 

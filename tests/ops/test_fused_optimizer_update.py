@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from residua.ops import optimizer_update
 from residua.ops._runtime.backend import backend
 from residua.ops.optimizer_update import adam_directions, cautious_descent, momentum_directions, plain_descent
 
@@ -86,11 +87,41 @@ def test_numbers_in_tensors_give_the_same_bits():
     assert all(torch.equal(by_value, read) for by_value, read in zip(*outcomes, strict=True))
 
 
+@pytest.mark.parametrize("cut", [lambda t: t[1:], lambda t: t[::2]], ids=["misaligned", "strided"])
+def test_gradients_and_updates_may_have_any_layout(cut):
+    """Such as a gradient of two elements inside a packed one. The other weights of its group keep their kernels."""
+    packed, whole = torch.randn(9, generator=torch.Generator().manual_seed(0)), tensors(3)
+    outcomes = []
+    for last in (cut(packed), cut(packed).clone()):
+        weights, m, v = ([*tensors(seed), torch.ones(len(last))] for seed in range(3))
+        with backend("triton"):
+            assert optimizer_update._serves(weights, [*whole, last])
+            d = momentum_directions(m, [*whole, last], 0.9, torch.float32)
+            u = adam_directions(m, [t.square() for t in v], [*whole, last], (0.9, 0.95), 1e-3)
+            cautious_descent(weights, [*whole, last], 0.3, 0.1)
+        outcomes.append([*weights, *m, *d, *u])
+    assert all(torch.equal(packed_one, alone) for packed_one, alone in zip(*outcomes, strict=True))
+
+
 def test_slices_of_a_matrix_are_updated_in_place():
     matrix = torch.ones(6, 4)
     with backend("triton"):
         cautious_descent([matrix[:2], matrix[4:]], [torch.ones(2, 4)] * 2, 1.0, 0.0)
     assert matrix.sum(1).tolist() == [0, 0, 4, 4, 0, 0]
+
+
+@pytest.mark.gpu
+def test_gpu_gradient_off_its_alignment_equals_an_aligned_one():
+    """Its group keeps the kernels, whose numbers a CUDA graph can read."""
+    packed = torch.randn(9, generator=torch.Generator().manual_seed(0)).cuda()
+    outcomes = []
+    for g in (packed[1:3], packed[1:3].clone()):
+        weights, m, v = (torch.ones(2, device="cuda") for _ in range(3))
+        u = adam_directions([m], [v], [g], (0.9, 0.95), 1e-3)
+        cautious_descent([weights], [g], *torch.tensor([0.3, 0.1], dtype=torch.float64, device="cuda"))
+        assert optimizer_update._serves([weights], [g])
+        outcomes.append(torch.cat([weights, m, v, *u]))
+    assert torch.equal(*outcomes)
 
 
 @pytest.mark.gpu

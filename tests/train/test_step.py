@@ -245,6 +245,7 @@ def updated(config: RunConfig, graphed: bool) -> torch.Tensor:
     gradients = [torch.zeros_like(p) for p in step._parameters]
     passes: Any = SimpleNamespace(stream=SimpleNamespace(device=CPU), capturing=lambda graph: graph)
     passes.wrote_gradients = lambda: number != 8
+    assert isinstance(step._build_graphed_update(passes), cuda_graphs.GraphedUpdate), "the default"
     step._build_graphed_update = lambda _: cuda_graphs.GraphedUpdate(step._descend, passes) if graphed else None  # type: ignore[method-assign]
     step._graphed_update = step._build_graphed_update(None)
     for number in range(11):

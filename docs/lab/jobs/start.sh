@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Run a file of jobs on a machine where nothing can be installed: `docs/lab/jobs/start.sh kernels 480 [ARCHIVE...]`.
 # Its arguments: the file of jobs, seconds, and tar archives to unpack once into the folder W: `site` with what Python lacks
-# (pip download --only-binary=:all:, unpacked), `corpus` with prepared text.
+# (pip download --only-binary=:all:, unpacked).
 set -euo pipefail
 export W=${W:-$HOME/jobs} REPO=$PWD
 mkdir -p "$W/site" "$W/results"
 for archive in "${@:3}"; do tar -xf "$archive" -C "$W" --skip-old-files; done
 cp docs/lab/jobs/*.toml "$W/results/"
 cp -n docs/results/{shelf,mini-39m,twenty,twenty/8x384}.json "$W/results/" || true
-export HERE=$W/results GPT2=${GPT2:-} CORPUS=$W/corpus/text TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-} TASKS=${TASKS:-}
+export HERE=$W/results GPT2=${GPT2:-} TEXTS=${TEXTS:-} VALIDATION=${VALIDATION:-} TASKS=${TASKS:-}
 export PYTHONPATH=$REPO:$W/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PATH=$W/bin:$PATH
 export TORCHINDUCTOR_CACHE_DIR=$W/cache/inductor TRITON_CACHE_DIR=$W/cache/triton XDG_CACHE_HOME=$W/cache
 if [ ! -e "$W/mps" ]; then  # kernels of several processes at the same time, where the driver can

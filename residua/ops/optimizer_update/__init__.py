@@ -16,13 +16,14 @@ from residua.ops._runtime.triton_support import supports
 from residua.ops.optimizer_update import launch, reference
 
 
-def _serves(tensors: Sequence[Tensor], others: Sequence[Tensor], *_: Any) -> bool:
-    return supports(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))
+def _serves(written: Sequence[Tensor], read: Sequence[Tensor], *_: Any) -> bool:
+    """Tensors that are only read may have any layout: one such gradient must not send a whole group to PyTorch."""
+    return supports(*written, *read) and all(map(_plain, written))
 
 
 def _serves_adam(means: Sequence[Tensor], squares: Sequence[Tensor], gradients: Sequence[Tensor], *_: Any) -> bool:
     alike = all(m.dtype == v.dtype for m, v in zip(means, squares, strict=True))
-    return alike and _serves(means, (*squares, *gradients))
+    return alike and _serves((*means, *squares), gradients)
 
 
 def _plain(t: Tensor) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import Kernels, addresses, cdiv, device_guard, triton_type
+from residua.ops._runtime.launch import Kernels, addresses, aligned, cdiv, device_guard, triton_type
 from residua.ops._runtime.triton_support import INTERPRETED
 
 kernels = Kernels("residua.ops.optimizer_update.kernels")
@@ -29,7 +29,7 @@ def momentum_directions(
 ) -> list[Tensor]:
     """The fused twin of the reference."""
     directions = [torch.empty_like(m, dtype=dtype) for m in momenta]
-    for m, g, d in _alike(momenta, gradients, directions):
+    for m, g, d in _alike(momenta, [*map(aligned, gradients)], directions):
         table, size = addresses(m, [t.data_ptr() for t in (*g, *d)]), m[0].numel()
         types = {"M": triton_type(m[0].dtype), "G": triton_type(g[0].dtype), "D": triton_type(dtype)}
         with device_guard(m[0]):
@@ -45,7 +45,7 @@ def adam_directions(
 ) -> list[Tensor]:  # fmt: skip
     """The fused twin of the reference."""
     updates = [torch.empty_like(m) for m in means]
-    for m, v, g, u in _alike(means, squares, gradients, updates):
+    for m, v, g, u in _alike(means, squares, [*map(aligned, gradients)], updates):
         table, size = addresses(m, [t.data_ptr() for t in (*v, *g, *u)]), m[0].numel()
         with device_guard(m[0]):
             kernels.adam_kernel[(cdiv(size, BLOCK), len(m))](
@@ -58,7 +58,7 @@ def adam_directions(
 
 def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor], rate: Number, decay: Number) -> None:
     """The fused twin of `cautious_descent` and of `plain_descent`."""
-    for x, u in _alike(weights, updates):
+    for x, u in _alike(weights, [*map(aligned, updates)]):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
         types = {"X": triton_type(x[0].dtype), "U": triton_type(u[0].dtype)}
         with device_guard(x[0]):
